@@ -1,0 +1,195 @@
+"""What the supervisor writes down: one frozen record a row, committed in one transaction with the state that it follows from.
+
+Data only. `store.Store.commit` takes a list of these; the core makes most of them, the shell adds snapshots. Each record is
+an upsert by its natural key, but for `EventLogged`, which only appends; committing the same record twice changes nothing.
+Times are UTC microseconds. The owner of the columns is `tables`, of their meaning this file.
+"""
+
+from msgspec import Struct
+
+
+class JobKey(Struct, frozen=True, order=True):
+    """Names one run of a job. `run` counts from 1 per (cluster, owner, id)."""
+
+    cluster: str
+    owner: str
+    job_id: str
+    run: int
+
+    def __str__(self) -> str:
+        return f"{self.job_id}.{self.run}" if self.run > 1 else self.job_id
+
+
+class JobSaved(Struct, frozen=True, tag=True):
+    """The job's row and the whole state of its machine. `state` is read back only by the core's `states.decode`."""
+
+    job: JobKey
+    state: bytes
+    phase: str
+    """`forming`, `starting`, `running`, `stopping`, `waiting`, `ended`: see `states.Phase`."""
+    epoch: int
+    attempt: int
+    created_us: int
+    updated_us: int
+    ended_us: int | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    command: str = ""
+    num_nodes: int = 0
+    num_ranks: int = 0
+    iteration: int = 0
+    injected: bool = False
+
+
+class EventLogged(Struct, frozen=True, tag=True):
+    """One line of the job's story. `number` counts from 1 per job without gaps, so a replayed commit cannot double it."""
+
+    job: JobKey
+    number: int
+    at_us: int
+    """When it happened, by the clock of whoever saw it."""
+    recorded_us: int
+    kind: str
+    """Name of the fact, command or decision: `RankExited`, `StartAttempt`, `JobEnded`, ..."""
+    text: str
+    """The sentence a person reads."""
+    level: str = "info"
+    """`info`, `warning`, `error`."""
+    attempt: int = 0
+    rank: int | None = None
+    node: str = ""
+    principal: str = ""
+    """Who asked for it, where a person or a program did."""
+    data: dict[str, object] = {}
+
+
+class AttemptSaved(Struct, frozen=True, tag=True):
+    job: JobKey
+    attempt: int
+    epoch: int
+    started_us: int
+    stopped_us: int | None = None
+    first_step_us: int | None = None
+    """When every rank had done its first iteration."""
+    world_size: int = 0
+    nodes: list[str] = []
+    outcome: str = "running"
+    """`running`, `succeeded`, `failed`, `hung`, `stopped`, `lost`."""
+    reason: str = ""
+    start_iteration: int = 0
+    last_iteration: int = 0
+
+
+class RankSaved(Struct, frozen=True, tag=True):
+    """One rank of one attempt."""
+
+    job: JobKey
+    attempt: int
+    rank: int
+    node: str
+    pid: int = 0
+    device: str = ""
+    exit_code: int | None = None
+    signal: int = 0
+    reason: str = ""
+
+
+class IncidentSaved(Struct, frozen=True, tag=True):
+    """Something that went wrong: who, what, where, how it was found. `incident` counts from 1 per job."""
+
+    job: JobKey
+    incident: int
+    attempt: int
+    at_us: int
+    kind: str
+    """`exit`, `signal`, `hang`, `suspected-hang`, `agent-lost`, `start-failed`."""
+    rank: int | None = None
+    """First mover or likely culprit."""
+    node: str = ""
+    device: str = ""
+    iteration: int = 0
+    exit_code: int | None = None
+    signal: int = 0
+    signal_name: str = ""
+    section: str = ""
+    found_by: str = ""
+    """How it was noticed: `exit of the process`, `limit of section step (3 s)`, ..."""
+    text: str = ""
+    victims: list[int] = []
+    detected_us: int | None = None
+    recovered_us: int | None = None
+    """When every rank of the next attempt had stepped."""
+    lost_iterations: int | None = None
+    stacks: list[dict[str, object]] = []
+    """`{"ranks": [0, 2], "source": "py-spy", "text": "..."}`, equal stacks once."""
+
+
+class SectionSaved(Struct, frozen=True, tag=True):
+    """A section's limit in force and what was observed."""
+
+    job: JobKey
+    section: str
+    limit_s: float | None
+    calculated: bool
+    longest_s: float
+    times: int
+
+
+class CheckpointSaved(Struct, frozen=True, tag=True):
+    job: JobKey
+    attempt: int
+    iteration: int
+    path: str
+    at_us: int
+    duration_s: float = 0.0
+
+
+class NodeSeen(Struct, frozen=True, tag=True):
+    """A node that took part in a job."""
+
+    node: str
+    at_us: int
+    job: JobKey
+    role: str
+    """`active`, `spare`, `lost`, `gone`."""
+    devices: list[str] = []
+
+
+class DeviceSeen(Struct, frozen=True, tag=True):
+    """A device on a node, and (with `rank`) which rank of which attempt used it."""
+
+    uuid: str
+    at_us: int
+    node: str
+    model: str = ""
+    serial: str = ""
+    board: str = ""
+    pci_bus_id: str = ""
+    vbios: str = ""
+    driver: str = ""
+    job: JobKey | None = None
+    attempt: int = 0
+    rank: int | None = None
+
+
+class BeatsSaved(Struct, frozen=True, tag=True):
+    """The latest snapshot of a job's ranks; only the newest is kept. Each entry: rank, node, iteration, beat_age_s,
+    main_beat_age_s, open_sections [[name, age_s]], phase, pid."""
+
+    job: JobKey
+    at_us: int
+    ranks: list[dict[str, object]]
+
+
+Record = (
+    JobSaved
+    | EventLogged
+    | AttemptSaved
+    | RankSaved
+    | IncidentSaved
+    | SectionSaved
+    | CheckpointSaved
+    | NodeSeen
+    | DeviceSeen
+    | BeatsSaved
+)

@@ -1,0 +1,639 @@
+"""Messages between ranks, agents and the supervisor, and the one exception root. Needs only msgspec.
+
+Three links use this file:
+
+* **agent -> supervisor** (`ToSupervisor`): `Hello` first and after every reconnect, then `Report`s. A report carries
+  *facts*, numbered 1, 2, ... per agent without gaps; the supervisor applies each once, in order, and answers with the
+  number of the last one it has committed. What is not acknowledged stays in the agent's spool and is sent again.
+* **supervisor -> agent** (`ToAgent`): `Welcome` or `Refusal`, then `Order`s. An order carries *commands*, numbered
+  1, 2, ... per agent; the agent performs each once and acknowledges in its reports. Unacknowledged commands are sent again.
+* **rank <-> agent** (`RankToAgent`, `AgentToRank`): one SOCK_SEQPACKET packet a message, `RSUP_RANK_SOCKET`. The socket
+  and the heartbeat board travel with the agent's release, so this link has no version range.
+
+Every message to or from the supervisor names its `epoch`, which grows with each attempt and each change of decider: a
+message of an older epoch is dropped and counted, an agent that hears a newer one kills its ranks.
+
+Versions: each side sends the range of `WIRE_VERSION`s it speaks (its own and the two before); they talk when the ranges
+overlap. New fields have defaults and unknown fields are ignored, so an addition needs no new version.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+RELEASE = "0.1.0"
+WIRE_VERSION = 3
+OLDEST_WIRE_VERSION = WIRE_VERSION - 2
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_TEXT_CHARS = 64 * 1024
+MAX_RANK_MESSAGE_BYTES = 64 * 1024
+
+EXIT_USAGE = 2
+EXIT_RERUN_ELSEWHERE = 16
+EXIT_VALIDATION_FAILED = 17
+EXIT_NO_SUPERVISOR = 75
+EXIT_REQUEUE = 88
+EXIT_NO_REQUEUE = 93
+DECLARED_EXIT_CODES = (16, 17, 75, 88, 93)
+"""Codes a rank's exit passes on only after it declared them with `RankDeclares`; undeclared they become 1."""
+
+
+class RsupError(Exception):
+    """An operating error: its text says what happened, to what, and what to do. `exit_code` is the command's."""
+
+    exit_code = 1
+
+
+class UsageError(RsupError):
+    """Wrong usage or configuration."""
+
+    exit_code = EXIT_USAGE
+
+
+class MessageError(RsupError):
+    """Bytes that are no message of this link: too long, truncated, or of an unknown kind."""
+
+
+def now_us() -> int:
+    """Wall-clock time as UTC microseconds since the epoch: the one time format of messages and store."""
+    return time.time_ns() // 1000
+
+
+# ---------------------------------------------------------------------------------------------------- what a job is
+
+
+class Device(Struct, frozen=True):
+    """A physical GPU, or the CPU stand-in of a rank without one (`uuid` then is `CPU-<boot id>-<local rank>`)."""
+
+    uuid: str
+    model: str = ""
+    serial: str = ""
+    board: str = ""
+    pci_bus_id: str = ""
+    vbios: str = ""
+    driver: str = ""
+
+
+class Limits(Struct, frozen=True):
+    """Time limits in seconds; None means unlimited. `calculated` names those derived from observation.
+
+    `sections` maps section name -> limit. A calculated limit counts for killing only if `enforce_calculated`.
+    """
+
+    sections: dict[str, float | None] = {}
+    out_of_section_s: float | None = None
+    initial_heartbeat_s: float | None = None
+    heartbeat_s: float | None = None
+    startup_s: float | None = None
+    warmup_s: float | None = None
+    num_warmup_iters: int = 5
+    safety_factor: float = 5.0
+    calculated: list[str] = []
+    enforce_calculated: bool = False
+
+
+class RestartPolicy(Struct, frozen=True):
+    """When a failed attempt is followed by another.
+
+    `mode` is `count` (torchrun's: `max_restarts` for the whole job) or `auto` (`no_progress_limit` restarts without
+    progress, refilled by each durable checkpoint; `max_restarts` then is ignored when 0). `identical_limit` equal failures
+    before any progress end the job in either mode.
+    """
+
+    mode: str = "count"
+    max_restarts: int = 0
+    no_progress_limit: int = 3
+    identical_limit: int = 3
+    backoff_first_s: float = 0.0
+    backoff_max_s: float = 60.0
+    on_hang: str = "auto"
+    """`restart`, `report`, or `auto`: restart if the expired limit was configured or enforced, else report."""
+
+
+class JobSpec(Struct, frozen=True):
+    """What one `rsup launch` asks for. All agents of a job hand in the same, but for `node_rank`."""
+
+    job_id: str = ""
+    """Empty: the supervisor generates one; agents that name none are grouped by `rdzv_id`."""
+    cluster: str = "local"
+    owner: str = ""
+    rdzv_id: str = "none"
+    resume: bool = False
+    min_nodes: int = 1
+    max_nodes: int = 1
+    ranks_per_node: int = 1
+    role: str = "default"
+    command: list[str] = []
+    """Script and arguments with secrets redacted, for people to read; never executed by the supervisor."""
+    limits: Limits = Limits()
+    policy: RestartPolicy = RestartPolicy()
+    stop_grace_s: float = 30.0
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    fence_timeout_s: float | None = None
+    """An agent cut off this long kills its own ranks, and is then taken for dead. None: never."""
+    supervisor_grace_s: float = 300.0
+    master_port: int = 0
+    """0: any free port of the first node."""
+    listen: str = ""
+    """`host:port` the supervisor must also listen on for this job's other nodes. Set by the first node only."""
+
+
+class AgentInfo(Struct, frozen=True):
+    """Who an agent is: one `rsup launch` process on one node."""
+
+    agent_id: str
+    """Random, new for each process."""
+    node: str
+    host: str
+    """Address at which other nodes of the job reach this one (becomes MASTER_ADDR when it is first)."""
+    pid: int
+    boot_id: str = ""
+    node_rank: int = -1
+    """As the user or SLURM gave it; -1 if nobody did."""
+    num_ranks: int = 1
+    devices: list[Device] = []
+
+
+class JobResult(Struct, frozen=True):
+    """How a job ended; the launcher writes it to the result file and exits with `exit_code`."""
+
+    exit_code: int
+    reason: str
+    rank: int | None = None
+    """The first failing rank, where one failed."""
+    attempts: int = 1
+    node: str = ""
+
+
+# --------------------------------------------------------------------------------------------------- agent: its facts
+
+
+class Fact(Struct, frozen=True, tag=True):
+    """Something that happened on a node. `at_us` is the node's wall clock."""
+
+    at_us: int
+
+
+class StoreBound(Fact, frozen=True):
+    """Answer to `HostStore`: the attempt's TCPStore is bound and listening."""
+
+    attempt: int
+    host: str
+    port: int
+
+
+class StartFailed(Fact, frozen=True):
+    """The attempt's store or ranks could not be started on this node. `exit_code` is what the job should exit with."""
+
+    attempt: int
+    message: str
+    exit_code: int = 1
+
+
+class AttemptStarted(Fact, frozen=True):
+    """Every local rank has been spawned. `pids`: local pids in local-rank order."""
+
+    attempt: int
+    pids: list[int]
+
+
+class RankExited(Fact, frozen=True):
+    """A rank's process ended, by itself or by a signal.
+
+    `exit_code` is its code, or 128 + `signal`. `by_us`: the agent had signalled it, for `by_us` reason; empty otherwise.
+    `declared`: the exit code that the rank had declared through rsup.worker, 0 if none.
+    """
+
+    attempt: int
+    rank: int
+    exit_code: int
+    signal: int = 0
+    by_us: str = ""
+    iteration: int = 0
+    section: str = ""
+    error: str = ""
+    """One line: exception of the error file, else last line of stderr that says something."""
+    traceback: str = ""
+    log_tail: str = ""
+    declared: int = 0
+    declared_reason: str = ""
+    saved: bool = False
+    """The rank reported a durable save in this attempt after it was asked to stop."""
+
+
+class RanksGone(Fact, frozen=True):
+    """No process of this attempt is left on this node, descendants included."""
+
+    attempt: int
+
+
+class RankOverdue(Fact, frozen=True):
+    """A limit has expired in two samples of the board. `limit` is a section's name, or `out-of-section`, `heartbeat`,
+    `initial-heartbeat`, `startup`, `warmup`. `iteration` and `main_beat_age_s` tell culprit from victim."""
+
+    attempt: int
+    rank: int
+    limit: str
+    age_s: float
+    limit_s: float
+    iteration: int = 0
+    main_beat_age_s: float = 0.0
+    calculated: bool = False
+
+
+class RankStack(Struct, frozen=True):
+    """A rank's stacks. `source`: `py-spy`, `faulthandler`, or `none` with the reason in `text`. `process_state`: of
+    /proc, e.g. `T` for stopped."""
+
+    rank: int
+    pid: int
+    source: str
+    text: str
+    process_state: str = ""
+    iteration: int = 0
+
+
+class StacksTaken(Fact, frozen=True):
+    """Answer to `TakeStacks`."""
+
+    attempt: int
+    stacks: list[RankStack]
+
+
+class SectionSeen(Struct, frozen=True):
+    """What a section took over this node's ranks in this attempt: the longest single time, and how often it closed."""
+
+    longest_s: float
+    times: int
+
+
+class SectionsObserved(Fact, frozen=True):
+    """Observed section times since the attempt began: the input of calculated limits (reliability.md section 2)."""
+
+    attempt: int
+    sections: dict[str, SectionSeen]
+    out_of_section_s: float = 0.0
+    num_train_steps: int = 0
+    num_checkpoints: int = 0
+    async_save: bool = False
+    loaded_persistent: bool = False
+    closing: bool = False
+
+
+class CheckpointCommitted(Fact, frozen=True):
+    """A checkpoint became durable: every rank's files synced and the directory renamed. Reported once, by its writer."""
+
+    attempt: int
+    iteration: int
+    path: str
+    duration_s: float = 0.0
+
+
+class DeviceUsed(Fact, frozen=True):
+    """The device that a rank really uses, as the rank itself found out."""
+
+    attempt: int
+    rank: int
+    uuid: str
+
+
+class SignalReceived(Fact, frozen=True):
+    """The launcher on this node was told to stop; it has passed the signal on to its ranks."""
+
+    signal: int
+
+
+class RequestDone(Fact, frozen=True):
+    """A `SaveCheckpoint` or `StopTraining` was taken up by this node's ranks, or could not be (`message` says why)."""
+
+    request_id: str
+    done: bool
+    message: str = ""
+
+
+class Note(Fact, frozen=True):
+    """Something worth a line in the job's story: lost log bytes, a missing tool, a cut-off spell."""
+
+    level: str
+    text: str
+    rank: int | None = None
+
+
+class AgentGone(Fact, frozen=True):
+    """Sent in a dead agent's name by its keeper: agent and ranks are known dead, every process of the attempt is reaped."""
+
+    reason: str
+
+
+AnyFact = (
+    StoreBound
+    | StartFailed
+    | AttemptStarted
+    | RankExited
+    | RanksGone
+    | RankOverdue
+    | StacksTaken
+    | SectionsObserved
+    | CheckpointCommitted
+    | DeviceUsed
+    | SignalReceived
+    | RequestDone
+    | Note
+    | AgentGone
+)
+
+
+class OpenSection(Struct, frozen=True, array_like=True):
+    name: str
+    age_s: float
+
+
+class RankBeat(Struct, frozen=True, array_like=True):
+    """Snapshot of one rank's slot of the board. Ages in seconds on the node's monotonic clock, -1: never."""
+
+    rank: int
+    pid: int
+    iteration: int
+    beat_age_s: float
+    main_beat_age_s: float
+    open_sections: list[OpenSection] = []
+    phase: str = ""
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """First message of an agent, and again after every reconnect."""
+
+    speaks: tuple[int, int]
+    release: str
+    agent: AgentInfo
+    spec: JobSpec
+    epoch: int = 0
+    attempt: int = 0
+    """The attempt whose ranks this agent is running, 0: none."""
+
+
+class Report(Struct, frozen=True, tag=True):
+    """Facts `first_sequence`, `first_sequence + 1`, ...; without facts it is the agent's sign of life, sent every second."""
+
+    agent_id: str
+    epoch: int
+    acked_command: int
+    first_sequence: int = 0
+    facts: list[AnyFact] = []
+    beats: list[RankBeat] = []
+
+
+class Bye(Struct, frozen=True, tag=True):
+    """The agent has performed `EndJob` (or never got a job) and goes."""
+
+    agent_id: str
+
+
+ToSupervisor = Hello | Report | Bye
+
+
+# ----------------------------------------------------------------------------------------------- supervisor: commands
+
+
+class Command(Struct, frozen=True, tag=True):
+    """Something an agent must do, once. `reason` is a sentence for the person on call."""
+
+    sequence: int
+    reason: str
+
+
+class HostStore(Command, frozen=True):
+    """Bind this attempt's TCPStore on this node (`port` 0: any); answer `StoreBound`."""
+
+    attempt: int
+    port: int = 0
+
+
+class StartAttempt(Command, frozen=True):
+    """Start this node's ranks: global ranks `first_rank` .. `first_rank + num_ranks - 1`. `epoch` is the attempt's."""
+
+    attempt: int
+    epoch: int
+    first_rank: int
+    num_ranks: int
+    world_size: int
+    group_rank: int
+    group_world_size: int
+    master_addr: str
+    master_port: int
+    job_id: str
+    run: int
+    max_restarts: int
+    limits: Limits = Limits()
+
+
+class StopAttempt(Command, frozen=True):
+    """End this node's ranks of the attempt: SIGTERM, SIGKILL after `grace_s` (at once if 0); answer `RanksGone`."""
+
+    attempt: int
+    grace_s: float
+
+
+class TakeStacks(Command, frozen=True):
+    """Take the stacks of all local ranks within `within_s`, killing nothing; answer `StacksTaken`."""
+
+    attempt: int
+    within_s: float = 10.0
+
+
+class SaveCheckpoint(Command, frozen=True):
+    """Ask the ranks for a checkpoint at their next common iteration; answer `RequestDone`."""
+
+    request_id: str
+
+
+class StopTraining(Command, frozen=True):
+    """Ask the ranks to save and leave; ranks that do not use rsup.worker get SIGTERM; answer `RequestDone`."""
+
+    request_id: str
+    grace_s: float
+
+
+class SetLimits(Command, frozen=True):
+    """New limits of the running attempt; handed to the ranks too, which keep them with the checkpoint."""
+
+    limits: Limits
+
+
+class Park(Command, frozen=True):
+    """This node is a spare: wait, without ranks, for `StartAttempt` or `EndJob`."""
+
+
+class EndJob(Command, frozen=True):
+    """The job is over: write the result file, print the report lines, exit with the result's code."""
+
+    result: JobResult
+    report: str = ""
+    """Text for the terminal: what failed, where, why; empty after success."""
+
+
+AnyCommand = HostStore | StartAttempt | StopAttempt | TakeStacks | SaveCheckpoint | StopTraining | SetLimits | Park | EndJob
+
+
+class SupervisorInfo(Struct, frozen=True):
+    """Where a supervisor is. `instance` is new for each process; `rest` is the page's address, empty when there is none."""
+
+    instance: str
+    pid: int
+    host: str
+    embedded: bool
+    rest: str = ""
+    store: str = ""
+    """The database, for people to read (no password)."""
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """Answer to `Hello`. `acked_fact`: the last fact of this agent that is committed (0 for a new agent)."""
+
+    speaks: tuple[int, int]
+    release: str
+    supervisor: SupervisorInfo
+    job_id: str
+    run: int
+    epoch: int
+    acked_fact: int
+
+
+class Refusal(Struct, frozen=True, tag=True):
+    """Answer to `Hello`: the agent prints `message` (one line) and exits with `exit_code`."""
+
+    exit_code: int
+    message: str
+
+
+class Order(Struct, frozen=True, tag=True):
+    """Commands `commands[i].sequence`, and the last fact of the agent that is committed."""
+
+    agent_id: str
+    epoch: int
+    acked_fact: int
+    commands: list[AnyCommand] = []
+
+
+ToAgent = Welcome | Refusal | Order
+
+
+# ------------------------------------------------------------------------------------------------------ rank <-> agent
+
+
+class RankHello(Struct, frozen=True, tag=True):
+    """First packet of a rank: who it is; `device_uuid` of the device in use, empty while unknown."""
+
+    rank: int
+    attempt: int
+    pid: int
+    device_uuid: str = ""
+    takes_requests: bool = False
+    """The training loop polls for checkpoint and stop requests."""
+
+
+class RankCheckpoint(Struct, frozen=True, tag=True):
+    """This rank committed a durable checkpoint."""
+
+    iteration: int
+    path: str
+    duration_s: float = 0.0
+
+
+class RankDeclares(Struct, frozen=True, tag=True):
+    """The exit code that this rank is about to use on purpose, and why."""
+
+    exit_code: int
+    reason: str
+
+
+class RankRequestDone(Struct, frozen=True, tag=True):
+    """The loop has taken up `request_id`."""
+
+    request_id: str
+    iteration: int
+
+
+class RankNote(Struct, frozen=True, tag=True):
+    level: str
+    text: str
+
+
+RankToAgent = RankHello | RankCheckpoint | RankDeclares | RankRequestDone | RankNote
+
+
+class SaveNow(Struct, frozen=True, tag=True):
+    """Save at the next iteration that all ranks agree on; `leave`: and then exit 0."""
+
+    request_id: str
+    leave: bool = False
+
+
+class LimitsNow(Struct, frozen=True, tag=True):
+    """The limits in force, for `ft_state.json` beside the checkpoint."""
+
+    limits: Limits
+
+
+AgentToRank = SaveNow | LimitsNow
+
+
+# ----------------------------------------------------------------------------------------------------------- encoding
+
+_encoder = msgspec.msgpack.Encoder()
+_to_supervisor = msgspec.msgpack.Decoder(ToSupervisor)
+_to_agent = msgspec.msgpack.Decoder(ToAgent)
+_rank_to_agent = msgspec.msgpack.Decoder(RankToAgent)
+_agent_to_rank = msgspec.msgpack.Decoder(AgentToRank)
+
+
+def encode(message: Struct) -> bytes:
+    """Bytes of any message of this file."""
+    return _encoder.encode(message)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Any]", data: bytes, limit_bytes: int) -> Any:
+    if len(data) > limit_bytes:
+        raise MessageError(f"message of {len(data)} bytes, more than the {limit_bytes} allowed")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"not a message of this link ({len(data)} bytes): {error}") from None
+
+
+def decode_to_supervisor(data: bytes) -> ToSupervisor:
+    """Raise `MessageError` for anything but a `ToSupervisor` message."""
+    message: ToSupervisor = _decode(_to_supervisor, data, MAX_MESSAGE_BYTES)
+    return message
+
+
+def decode_to_agent(data: bytes) -> ToAgent:
+    """Raise `MessageError` for anything but a `ToAgent` message."""
+    message: ToAgent = _decode(_to_agent, data, MAX_MESSAGE_BYTES)
+    return message
+
+
+def decode_rank_to_agent(data: bytes) -> RankToAgent:
+    """Raise `MessageError` for anything but a `RankToAgent` message."""
+    message: RankToAgent = _decode(_rank_to_agent, data, MAX_RANK_MESSAGE_BYTES)
+    return message
+
+
+def decode_agent_to_rank(data: bytes) -> AgentToRank:
+    """Raise `MessageError` for anything but an `AgentToRank` message."""
+    message: AgentToRank = _decode(_agent_to_rank, data, MAX_RANK_MESSAGE_BYTES)
+    return message
+
+
+def common_version(theirs: tuple[int, int]) -> int | None:
+    """The newest wire version that both sides speak, None if there is none."""
+    newest = min(WIRE_VERSION, theirs[1])
+    return newest if newest >= max(OLDEST_WIRE_VERSION, theirs[0]) else None
+
+
+def clip(text: str, limit_chars: int = MAX_TEXT_CHARS) -> str:
+    """`text`, or its end with a mark where it is longer than a message may carry."""
+    return text if len(text) <= limit_chars else "[... cut ...]\n" + text[-limit_chars:]
