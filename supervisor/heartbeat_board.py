@@ -267,6 +267,11 @@ class Board:
             raise BoardError(f"{path} is cut short")
         return cls(path, words, memory, num_slots)
 
+    @property
+    def owner_pid(self) -> int:
+        """Pid of the agent that made the board."""
+        return int(self._words[3])
+
     def slot(self, index: int) -> Slot:
         """The writer's side of slot `index` (the local rank)."""
         if not 0 <= index < self.num_slots:

@@ -1,0 +1,171 @@
+"""Where things are: state and runtime directories, socket paths, the supervisor's address and the key of a link.
+
+Part of the contract between the packages, like `wire`: both ends must agree on it. Needs only the standard library, and
+pyzmq where a key is made.
+
+State directory (`RSUP_STATE_DIR`, else `~/.local/state/rsup`): the store, `token`, `supervisor.json`, results. It may be on
+a network file system. Runtime directory (`$XDG_RUNTIME_DIR/rsup`, else `/tmp/rsup-UID`): sockets, spools, boards; always
+local, 0700, and owned by us.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rsup.supervisor.wire import RsupError, UsageError
+
+MAX_SOCKET_PATH_BYTES = 107
+
+
+class PlaceError(RsupError):
+    """A directory that we need is missing, foreign or not writable."""
+
+
+def state_dir(given: str | None = None) -> Path:
+    """The state directory: `given`, else `RSUP_STATE_DIR`, else the user's default. Absolute; not created."""
+    text = given or os.environ.get("RSUP_STATE_DIR") or "~/.local/state/rsup"
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def make_state_dir(path: Path) -> Path:
+    """Create the state directory (0700) where it is missing; raise `PlaceError` if it cannot be used."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlaceError(f"cannot make the state directory {path}: {error.strerror}; choose one with --state-dir") from None
+    return path
+
+
+def runtime_dir() -> Path:
+    """The runtime directory, created 0700. Raise `PlaceError` if it belongs to somebody else or others may write to it."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base, "rsup") if base and os.path.isdir(base) else Path(f"/tmp/rsup-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(path)
+    except OSError as error:
+        raise PlaceError(f"cannot make the runtime directory {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PlaceError(
+            f"the runtime directory {path} is not a directory of our own with mode 0700; remove it, or set XDG_RUNTIME_DIR"
+        )
+    return path
+
+
+def check_socket_path(path: Path) -> Path:
+    """`path`, or `PlaceError` where it is too long for a UNIX socket."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise PlaceError(f"the socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; set a shorter XDG_RUNTIME_DIR")
+    return path
+
+
+def supervisor_runtime_dir(state: Path) -> Path:
+    """Runtime folder of the embedded supervisor of that state directory (`rpc` in it is its socket), created 0700."""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(state))).hexdigest()[:10]
+    path = runtime_dir() / f"s-{digest}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def embedded_address(state: Path) -> str:
+    """ZeroMQ address at which the embedded supervisor of that state directory answers its own host."""
+    return f"ipc://{check_socket_path(supervisor_runtime_dir(state) / 'rpc')}"
+
+
+@dataclass(frozen=True)
+class SupervisorFile:
+    """Contents of `supervisor.json` in the state directory: the supervisor that holds this store."""
+
+    pid: int
+    start_ticks: int
+    host: str
+    boot_id: str
+    instance: str
+    rpc: str
+    rest: str
+    embedded: bool
+
+    def write(self, state: Path) -> None:
+        """Replace the file atomically."""
+        temporary = state / f".supervisor.json.{os.getpid()}"
+        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        temporary.replace(state / "supervisor.json")
+
+
+def read_supervisor_file(state: Path) -> SupervisorFile | None:
+    """Who says it holds the store of that state directory; None if nobody does. It may be dead: check before trusting."""
+    try:
+        return SupervisorFile(**json.loads((state / "supervisor.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def boot_id() -> str:
+    """This boot of this kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def this_host() -> str:
+    """This host's name, as the lease and the node records call it."""
+    return socket.gethostname()
+
+
+def split_endpoint(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Host and port of `host`, `host:port` or `[v6]:port`. Raise `UsageError` for anything else."""
+    host, _, port_text = text.strip().rpartition(":")
+    if text.strip().endswith("]") or not host:
+        host, port_text = text.strip(), ""
+    if not port_text and default_port is not None:
+        port_text = str(default_port)
+    if not host or not port_text.isdigit() or not 0 <= int(port_text) <= 65535:
+        raise UsageError(f"{text!r} is no host:port")
+    return host.strip("[]"), int(port_text)
+
+
+def tcp_address(host: str, port: int) -> str:
+    """ZeroMQ address of a TCP endpoint."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@dataclass(frozen=True)
+class LinkKey:
+    """CURVE keys (Z85 text) of a link, derived from a shared secret: who knows the secret can talk, nobody else."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def link_key(secret: bytes) -> LinkKey:
+    """Keys of both ends from the shared secret."""
+    import zmq
+    from zmq.utils import z85
+
+    def pair(role: bytes) -> tuple[bytes, bytes]:
+        private = z85.encode(hashlib.sha256(b"rsup link " + role + b"\0" + secret).digest())
+        return zmq.curve_public(private), private
+
+    server, client = pair(b"server"), pair(b"client")
+    return LinkKey(server[0], server[1], client[0], client[1])
+
+
+def read_key_file(path: str | Path) -> bytes:
+    """The secret in a key file. Raise `PlaceError` if others can read it or it is too short."""
+    try:
+        status = os.stat(path)
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise PlaceError(f"cannot read the key file {path}: {error.strerror}") from None
+    if status.st_mode & 0o077:
+        raise PlaceError(f"the key file {path} can be read by others; chmod 600 {path}")
+    if len(secret) < 16:
+        raise PlaceError(f"the key file {path} holds fewer than 16 bytes; write 32 random ones")
+    return secret

@@ -1,0 +1,135 @@
+"""What a training script tells rsup, and hears from it. Outside `rsup launch` every call does nothing.
+
+    import rsup.worker
+
+    rsup.worker.init()                              # once, early
+    for iteration in range(start, end):
+        rsup.worker.set_iteration(iteration)        # 1-based, global
+        with rsup.worker.section("step"):
+            train_step()
+
+Calls come from the training thread; none of them blocks. A section costs well under a microsecond.
+"""
+
+import os
+
+from rsup.supervisor import heartbeat_board as _board
+from rsup.supervisor import wire as _wire
+from rsup.worker.session import NoSession, Request, SectionLike, Session, connect
+
+__all__ = [
+    "Request",
+    "attempt",
+    "declare_exit",
+    "device_used",
+    "heartbeat",
+    "init",
+    "is_supervised",
+    "job_key",
+    "limits",
+    "note",
+    "report_checkpoint",
+    "request_done",
+    "requested",
+    "section",
+    "set_iteration",
+    "shutdown",
+]
+
+_session: Session | NoSession | None = None
+
+
+def init() -> Session | NoSession:
+    """Join the agent that started this process; later calls return the same session. Made by itself at the first call."""
+    global _session
+    if _session is None:
+        _session = connect()
+    return _session
+
+
+def section(name: str) -> SectionLike:
+    """The section `name` of this rank (32 bytes of UTF-8, 24 names): a context manager with `enter()` and `exit()`."""
+    return (_session or init()).section(name)
+
+
+def set_iteration(iteration: int, phase: str | None = None) -> None:
+    """The loop reached `iteration` (1-based, global). `phase`: `setup`, `warmup`, `train`, `eval`; None leaves it."""
+    session = _session or init()
+    session.beat(iteration)
+    if phase is not None:
+        session.write(_board.PHASE, _board.PHASES.index(phase))
+
+
+def heartbeat() -> None:
+    """A sign of progress, for scripts that use `--ft-rank-heartbeat-timeout` instead of sections."""
+    (_session or init()).heartbeat()
+
+
+def requested() -> Request | None:
+    """What `rsup checkpoint` or `rsup stop` asks of the loop, until `request_done`. Ranks see it at different moments."""
+    return (_session or init()).requested()
+
+
+def request_done(request_id: str, iteration: int) -> None:
+    """The loop has done what `request_id` asked, at `iteration`."""
+    (_session or init()).request_done(request_id, iteration)
+
+
+def report_checkpoint(iteration: int, path: str, duration_s: float = 0.0) -> None:
+    """A checkpoint of `iteration` has become durable at `path`. One rank reports it."""
+    (_session or init()).send(_wire.RankCheckpoint(iteration, path, duration_s))
+
+
+def declare_exit(code: int, reason: str) -> None:
+    """This rank will exit with `code` (16, 17, 75, 88 or 93) on purpose; undeclared, these become 1."""
+    if code not in _wire.DECLARED_EXIT_CODES:
+        raise ValueError(f"exit code {code} cannot be declared; use one of {_wire.DECLARED_EXIT_CODES}")
+    (_session or init()).send(_wire.RankDeclares(code, _wire.clip(reason, 4096)))
+
+
+def note(level: str, text: str) -> None:
+    """A line for the job's story; `level` is `info`, `warning` or `error`."""
+    (_session or init()).send(_wire.RankNote(level, _wire.clip(text, 4096)))
+
+
+def device_used(uuid: str) -> None:
+    """The UUID of the device this rank really uses."""
+    (_session or init()).device_used(uuid)
+
+
+def limits() -> _wire.Limits | None:
+    """The limits in force, for `ft_state.json` beside the checkpoint; None while unknown."""
+    return (_session or init()).limits
+
+
+def attempt() -> int:
+    """The attempt this process belongs to, from 1."""
+    return (_session or init()).attempt
+
+
+def job_key() -> str:
+    """`ID.RUN` of the job, empty outside `rsup launch`."""
+    return (_session or init()).job_key
+
+
+def is_supervised() -> bool:
+    """Whether an agent watches this process."""
+    return (_session or init()).supervised
+
+
+def shutdown() -> None:
+    """Flush what is queued and end the session; further calls do nothing."""
+    global _session
+    if _session is not None:
+        _session.close()
+    _session = NoSession()
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader's worker, say) is not the rank and must not write its slot."""
+    global _session
+    if _session is not None:
+        _session = NoSession()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
