@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make .venv and install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check bench docs dist clean help
+
+help:
+	@echo "make demo   a training that loses a rank and hangs, and finishes all the same (under 3 minutes)"
+	@echo "make test   all tests"
+	@echo "make check  formatting, lint, types"
+	@echo "make bench  benchmarks with their peers (minutes)"
+	@echo "make docs   the pages made from the code"
+	@echo "make dist   wheel and sdist"
+
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "rsup needs Python 3.11 or newer; say which with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "no venv: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,postgres,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/rsup demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.bench
+
+docs: $(INSTALLED)
+	$(BIN)/python -m rsup.launcher.options_page > docs/options.md
+
+dist: $(INSTALLED)
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf $(VENV) .editable dist demo-run

@@ -1,0 +1,59 @@
+"""Every test runs with a state and a runtime directory of its own, and nothing that it started may outlive the run."""
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RUN_MARK = f"RSUP_TEST_RUN={uuid.uuid4().hex}"
+
+
+def survivors() -> dict[int, str]:
+    """Processes that carry this test run's mark, other than this one: pid -> command line."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        try:
+            if pid == os.getpid() or RUN_MARK.encode() not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            if (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            found[pid] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail the run when a process that a test started is still there, or a board still lies in shared memory."""
+    name, _, value = RUN_MARK.partition("=")
+    os.environ[name] = value
+    boards_before = set(Path("/dev/shm").glob("rsup-board-*"))
+    yield
+    deadline = time.monotonic() + 15
+    while (left := survivors()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"left running: {left}"
+    new_boards = set(Path("/dev/shm").glob("rsup-board-*")) - boards_before
+    assert not new_boards, f"left lying about: {new_boards}"
+
+
+@pytest.fixture(autouse=True)
+def own_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short paths (a UNIX socket's ends at 107 bytes), removed afterwards. The state directory's parent is returned."""
+    folder = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
+    for variable in list(os.environ):
+        if variable.startswith(("RSUP_", "PET_", "TORCHELASTIC_", "SLURM_")) and variable != "RSUP_TEST_RUN":
+            monkeypatch.delenv(variable)
+    (folder / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("RSUP_STATE_DIR", str(folder / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+    monkeypatch.setenv("RSUP_IDLE_EXIT", "1")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
