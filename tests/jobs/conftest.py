@@ -1,0 +1,134 @@
+"""Whole jobs: `rsup launch` as users run it, with real ranks, and the reading commands against their store."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RSUP = [sys.executable, "-m", "rsup.launcher"]
+
+
+def wait_until(condition: Callable[[], Any], what: str, within_s: float = 30.0) -> Any:
+    """Poll until `condition` gives something true, and return it."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Launched:
+    """One running `rsup launch`."""
+
+    process: "subprocess.Popen[str]"
+    stdout_path: Path
+    stderr_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_path.read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text(errors="replace")
+
+    def wait(self, within_s: float = 90.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"still running after {within_s:.0f} s:\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+            ) from None
+
+    def ends(self, exit_code: int, within_s: float = 90.0) -> "Launched":
+        """Assert that it ends with that code."""
+        code = self.wait(within_s)
+        assert code == exit_code, f"exit code {code}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+        return self
+
+
+@dataclass
+class Place:
+    """A machine's worth of directories, and what runs there."""
+
+    folder: Path
+    launched: list[Launched] = field(default_factory=list)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        return os.environ | {"OUT": str(self.folder), "OMP_NUM_THREADS": "1"} | extra
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def launch(self, *arguments: str, cwd: Path | None = None, **extra: str) -> Launched:
+        """Start `rsup launch ARGUMENTS` in a session of its own."""
+        number = len(self.launched)
+        stdout_path, stderr_path = self.folder / f"out-{number}", self.folder / f"err-{number}"
+        with stdout_path.open("w") as out, stderr_path.open("w") as err:
+            process = subprocess.Popen(
+                [*RSUP, "launch", *arguments],
+                env=self.environment(**extra),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+                cwd=cwd,
+            )
+        self.launched.append(Launched(process, stdout_path, stderr_path))
+        return self.launched[-1]
+
+    def rsup(self, *arguments: str, code: int = 0, **extra: str) -> str:
+        """Run another rsup command to its end; return what it printed on stdout."""
+        done = subprocess.run([*RSUP, *arguments], env=self.environment(**extra), capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, f"rsup {' '.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def status(self, job: str) -> dict[str, Any]:
+        """`rsup status JOB --json`; empty while the job is unknown."""
+        done = subprocess.run(
+            [*RSUP, "status", job, "--json"], env=self.environment(), capture_output=True, text=True, timeout=60
+        )
+        status: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+        return status
+
+    def iteration_of(self, job: str) -> int:
+        """The highest iteration that the job's ranks show."""
+        return max((rank["iteration"] or 0 for rank in self.status(job).get("ranks", [])), default=0)
+
+    def supervisor_pid(self) -> int:
+        return int(json.loads((Path(os.environ["RSUP_STATE_DIR"]) / "supervisor.json").read_text())["pid"])
+
+
+@pytest.fixture
+def place(own_directories: Path) -> Iterator[Place]:
+    """A place whose launches are ended, whatever the test did to them."""
+    made = Place(own_directories)
+    yield made
+    for launched in made.launched:
+        if launched.process.poll() is None:
+            launched.process.send_signal(signal.SIGCONT)
+            launched.process.terminate()
+            try:
+                launched.process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                launched.process.kill()
+                launched.process.wait()

@@ -1,0 +1,118 @@
+"""The reference trainer under `rsup launch`: it survives what it should, and ends with the same parameters."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import Place, wait_until
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--log-interval", "5")
+
+
+def train(place: Place, job: str, *options: str, ranks: int = 2, launch: tuple[str, ...] = ()) -> str:
+    """Run a small training to its end; return its digest."""
+    launched = place.launch(
+        *("--max-restarts", "3", "--nproc-per-node", str(ranks), "--job-id", job, *launch, *SMALL),
+        *("--save", str(place.folder / job), *options),
+    )
+    launched.ends(0)
+    last = launched.stdout.strip().splitlines()[-1]
+    assert last.startswith("digest ") and len(last.split()[1]) == 64
+    return last
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.timeout(240)
+def test_a_killed_rank_changes_nothing_of_the_result(place: Place, ranks: int) -> None:
+    disturbed = train(place, "t1", "--fault", "rank=1,iteration=13,kind=sigkill", ranks=ranks)
+    calm = train(place, "t2", ranks=ranks)
+    assert disturbed == calm
+    status = place.status("t1")
+    assert len(status["attempts"]) == 2
+    (incident,) = status["incidents"]
+    assert (incident["rank"], incident["signal_name"], incident["iteration"]) == (1, "SIGKILL", 13)
+    assert incident["lost_iterations"] in range(0, 14)
+    assert status["job"]["exit_code"] == 0 and status["job"]["state"] == "ended"
+    assert len(place.status("t2")["attempts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "section"),
+    [
+        ("rank=1,iteration=13,kind=sigstop", "step"),
+        ("rank=0,iteration=13,kind=hang", "step"),
+        ("rank=1,iteration=13,kind=gil-hang", "step"),
+        ("rank=1,iteration=10,kind=hang-in-checkpoint", "checkpointing"),
+    ],
+)
+@pytest.mark.timeout(240)
+def test_a_hang_is_found_its_stacks_are_kept_and_training_goes_on(place: Place, fault: str, section: str) -> None:
+    train(place, "h", "--enable-ft-package", "--fault", fault, launch=("--ft-rank-section-timeouts", "step:3,checkpointing:3"))
+    status = place.status("h")
+    assert len(status["attempts"]) == 2
+    (incident,) = [i for i in status["incidents"] if i["kind"] == "hang"]
+    assert incident["section"] == section
+    assert incident["rank"] == int(fault[5])
+    assert incident["stacks"]
+
+
+def test_the_supervisors_death_costs_nothing(place: Place) -> None:
+    launched = place.launch(
+        *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "150", "--save", str(place.folder / "s"))
+    )
+    for start in (10, 50, 90):
+        wait_until(lambda start=start: place.iteration_of("s") >= start, f"iteration {start}")
+        before = place.supervisor_pid()
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda before=before: place.supervisor_pid() != before, "another supervisor")
+    launched.ends(0)
+    status = place.status("s")
+    assert len(status["attempts"]) == 1 and not status["incidents"]
+    assert [c["iteration"] for c in status["checkpoints"]][-1] == 150
+    assert len({c["iteration"] for c in status["checkpoints"]}) == 30
+
+
+def test_checkpoint_and_stop_on_request(place: Place) -> None:
+    launched = place.launch(
+        *("--nproc-per-node", "2", "--job-id", "r", *SMALL, "--iterations", "100000", "--save-interval", "100000"),
+        *("--save", str(place.folder / "r")),
+    )
+    wait_until(lambda: place.iteration_of("r") >= 10, "iteration 10")
+    place.rsup("checkpoint", "r")
+    wait_until(lambda: place.status("r")["checkpoints"], "a checkpoint")
+    place.rsup("stop", "r")
+    launched.ends(0)
+    status = place.status("r")
+    assert len(status["checkpoints"]) == 2
+    assert status["job"]["exit_code"] == 0
+
+
+def test_two_nodes_with_directories_of_their_own(place: Place) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = []
+    for node in (0, 1):
+        home = place.folder / f"n{node}"
+        (home / "run").mkdir(parents=True, mode=0o700)
+        agents.append(
+            place.launch(
+                *("--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"),
+                *("--max-restarts", "2", "--job-id", "n2", *SMALL, "--save", str(place.folder / "n2")),
+                *("--fault", "rank=1,iteration=13,kind=sigkill"),
+                HOME=str(home),
+                RSUP_STATE_DIR=str(home / "state"),
+                XDG_RUNTIME_DIR=str(home / "run"),
+            )
+        )
+    for agent in agents:
+        agent.ends(0)
+    calm = train(place, "n2-calm")
+    assert agents[0].stdout.strip().splitlines()[-1] == calm
+    status = place.rsup("status", "n2", "--json", RSUP_STATE_DIR=str(Path(place.folder, "n0", "state")))
+    assert '"signal_name": "SIGKILL"' in status
