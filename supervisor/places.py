@@ -88,6 +88,8 @@ class SupervisorFile:
     rpc: str
     rest: str
     embedded: bool
+    rpc_tcp: str = ""
+    """Where it answers other hosts that know the key; empty if it does not."""
 
     def write(self, state: Path) -> None:
         """Replace the file atomically."""
@@ -155,6 +157,15 @@ def link_key(secret: bytes) -> LinkKey:
 
     server, client = pair(b"server"), pair(b"client")
     return LinkKey(server[0], server[1], client[0], client[1])
+
+
+def find_secret(state: Path, key_file: str | None = None) -> bytes | None:
+    """The secret of a job's TCP link: in `key_file`, else `RSUP_KEY_FILE`, else `key` in the state directory; None if there
+    is none. Raise `PlaceError` for one that cannot be used."""
+    given = key_file or os.environ.get("RSUP_KEY_FILE")
+    if given:
+        return read_key_file(given)
+    return read_key_file(state / "key") if (state / "key").exists() else None
 
 
 def read_key_file(path: str | Path) -> bytes:

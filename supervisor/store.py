@@ -23,6 +23,10 @@ class StoreTooNew(StoreError):
     """The schema is newer than this release; it has not been touched."""
 
 
+class StoreTooOld(StoreError):
+    """The schema is older than this release, and we may not migrate it; it has not been touched."""
+
+
 class StoreHeld(StoreError):
     """Another live supervisor holds the lease. `address` is where it answers, empty if unknown."""
 
@@ -43,7 +47,7 @@ class Store(Protocol):
         """The newest run of that job, ended or not, with its machine state."""
         ...
 
-    def commit(self, records: Sequence[Record]) -> None:
+    def commit(self, records: Sequence[Record], /) -> None:
         """Write all of `records` or nothing, durably. Raise `StoreError`; then nothing was written."""
         ...
 

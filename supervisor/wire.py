@@ -155,6 +155,9 @@ class AgentInfo(Struct, frozen=True):
     """As the user or SLURM gave it; -1 if nobody did."""
     num_ranks: int = 1
     devices: list[Device] = []
+    gone: bool = False
+    """The agent is dead and its keeper speaks, to deliver what was left and `AgentGone`: such a `Hello` continues a known
+    agent or is refused, it never joins or starts a job."""
 
 
 class JobResult(Struct, frozen=True):
@@ -373,6 +376,10 @@ class Hello(Struct, frozen=True, tag=True):
     epoch: int = 0
     attempt: int = 0
     """The attempt whose ranks this agent is running, 0: none."""
+    job_id: str = ""
+    """The job that the last `Welcome` named, empty before the first: with `run` it finds a job that has ended since, or names
+    one that the supervisor has forgotten."""
+    run: int = 0
 
 
 class Report(Struct, frozen=True, tag=True):

@@ -1,0 +1,383 @@
+"""The agent: the `rsup launch` process of one node. The shell around `process_machine`.
+
+One loop in one thread: the link to the supervisor, the ranks' pidfds and sockets, signals, the keeper, and a tick every
+100 ms that samples the heartbeat board. Each of them becomes an event; the machine's actions are performed at once, in order,
+and their results are the next events. Nothing of the loop waits for a rank, a disk or the network.
+"""
+
+import os
+import queue
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from rsup.launcher import process_events as ev
+from rsup.launcher.agent_parts import open_parts, where_to_look
+from rsup.launcher.keeper import Keeper
+from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.process_ending import HAS_PROCESSES
+from rsup.launcher.process_machine import decide, new_state
+from rsup.launcher.rank_environment import SessionPlaces, threads_notice
+from rsup.launcher.rank_group import RankGroup
+from rsup.launcher.result_file import write_results
+from rsup.launcher.stacks import take_stacks
+from rsup.supervisor import wire
+from rsup.supervisor.wire import RsupError
+
+TICK_S = 0.1
+REAP_POLL_S = 0.01
+REPORT_EVERY_S = 1.0
+SECTIONS_EVERY_S = 10.0
+FAREWELL_S = 0.5
+MAX_LOOP_FAULTS = 10
+
+
+def run(options: LaunchOptions) -> int:
+    """Run this node's part of a job to its end and return the launch's exit code. Main thread only.
+
+    Raise `RsupError`, in one line, for what keeps the agent from starting.
+    """
+    with ExitStack() as stack:
+        agent = Agent(options, stack)
+        return agent.run()
+
+
+class Agent:
+    """One `rsup launch`. `stack` closes what it opened, in reverse order, whatever happens."""
+
+    def __init__(self, options: LaunchOptions, stack: ExitStack) -> None:
+        self._options = options
+        self._selector = selectors.DefaultSelector()
+        self._events: deque[ev.Event] = deque()
+        self._exit_code: int | None = None
+        self._group: RankGroup | None = None
+        self._has_new_facts = False
+        self._said_where = False
+        self._stacks: queue.SimpleQueue[ev.StacksReady] = queue.SimpleQueue()
+        self._next_report_s = self._next_sections_s = 0.0
+        self._num_faults = 0
+
+        self._parts = parts = open_parts(options, stack, succeeded=lambda: self._exit_code == 0)
+        self._agent_id, self._places = parts.agent.agent_id, parts.places
+        self._decider, self._client, self._spool = parts.decider, parts.client, parts.spool
+        self._logs, self._board, self._link, self._signals = parts.logs, parts.board, parts.link, parts.signals
+        self._keeper = self._start_keeper()
+        stack.callback(self._dismiss_keeper)
+        stack.callback(self._end_ranks)
+
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        stack.callback(os.close, self._wake_fd)
+        self._watch(self._client, self._hear_supervisor)
+        self._watch(self._signals, self._hear_signals)
+        self._watch(self._link, self._hear_ranks)
+        self._watch(self._wake_fd, self._hear_threads)
+        self._state = new_state(parts.settings, self._now())
+        if self._board.problem:
+            self._say(f"rsup: {self._board.problem}; ranks run unwatched")
+            self._events.append(ev.Noticed("warning", self._board.problem))
+
+    # --------------------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> int:
+        """Loop until the machine says `Exit`."""
+        next_tick_s = time.monotonic()
+        while self._exit_code is None:
+            try:
+                next_tick_s = self._turn(next_tick_s)
+            except RsupError:
+                raise
+            except Exception as error:  # the outermost frame: a fault of ours becomes an event, training goes on
+                self._num_faults += 1
+                if self._num_faults > MAX_LOOP_FAULTS or self._options.debug:
+                    raise
+                text = f"internal error of the launcher: {type(error).__name__}: {error}"
+                self._say(f"rsup: {text}; please report it")
+                self._events.append(ev.Noticed("error", text))
+        self._say_farewell()
+        return self._exit_code
+
+    def _turn(self, next_tick_s: float) -> float:
+        wait_s = next_tick_s - time.monotonic()
+        if self._group and self._group.is_reaping:
+            wait_s = min(wait_s, REAP_POLL_S)
+        for key, _ in self._selector.select(max(0.0, wait_s)):
+            key.data()
+        now_s = time.monotonic()
+        if now_s >= next_tick_s:
+            next_tick_s = now_s + TICK_S
+            self._tick(now_s)
+        self._go_on_reaping()
+        self._decide_all()
+        if self._has_new_facts:
+            self._report([])
+        return next_tick_s
+
+    def _decide_all(self) -> None:
+        while self._events and self._exit_code is None:
+            event = self._events.popleft()
+            self._state, actions = decide(self._state, event, self._now())
+            for action in actions:
+                _PERFORM[type(action)](self, action)
+
+    def _now(self) -> ev.Moment:
+        return ev.Moment(time.monotonic(), wire.now_us())
+
+    def _tick(self, now_s: float) -> None:
+        self._events.append(ev.Tick())
+        self._decide_all()  # a gap must be known before the board is looked at
+        if line := self._decider.look_after():
+            self._say(line)
+        self._hear_supervisor()
+        self._link.flush()
+        self._look_at_board(now_s)
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + REPORT_EVERY_S
+            self._events.extend(ev.Noticed("warning", note) for note in self._logs.take_notes())
+            self._report(self._board.beats())
+
+    def _look_at_board(self, now_s: float) -> None:
+        group, state = self._group, self._state
+        if group is None or state.phase not in HAS_PROCESSES or not state.alive:
+            return
+        overdue = self._board.look(group, state, wire.now_us())
+        if overdue:
+            self._events.append(ev.Overdue(tuple(overdue)))
+        if now_s >= self._next_sections_s:
+            self._next_sections_s = now_s + SECTIONS_EVERY_S
+            self._read_sections(closing=False)
+
+    def _read_sections(self, *, closing: bool) -> None:
+        fact = self._board.sections(self._state.attempt, wire.now_us(), closing)
+        if fact:
+            self._events.append(ev.SectionsRead(fact))
+
+    def _report(self, beats: list[wire.RankBeat]) -> None:
+        self._has_new_facts = False
+        state = self._state
+        attempt = state.attempt if state.phase in HAS_PROCESSES else 0
+        self._client.send_report(state.epoch, state.last_command, beats, attempt)
+
+    # ------------------------------------------------------------------------------------------------- what is heard
+
+    def _watch(self, source: Any, callback: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _hear_supervisor(self) -> None:
+        for message in self._client.poll():
+            if isinstance(message, wire.Order):
+                self._events.append(ev.OrderArrived(message))
+            elif isinstance(message, wire.Refusal):
+                self._events.append(ev.Refused(message))
+            else:
+                self._events.append(ev.Welcomed(message))
+                self._keeper.set_supervisor(self._client.address, self._decider.key)
+                self._keeper.set_member(self._client.agent, self._client.spec, message.epoch)
+                self._say_where(message)
+
+    def _hear_signals(self) -> None:
+        self._events.extend(ev.SignalArrived(signum, stops) for signum, stops in self._signals.read())
+
+    def _hear_ranks(self) -> None:
+        start = self._state.start
+        for hello, message in self._link.read():
+            if start is None or hello.attempt != start.attempt:
+                continue
+            if isinstance(message, wire.RankHello):
+                self._link.send(hello.rank, hello.attempt, wire.LimitsNow(self._state.limits))
+            local_rank = hello.rank - start.first_rank
+            if 0 <= local_rank < start.num_ranks:
+                self._events.append(ev.RankMessage(hello.attempt, local_rank, message))
+
+    def _hear_death(self, group: RankGroup, local_rank: int) -> None:
+        process = group.processes[local_rank]
+        if process.exit_status() is None:
+            return
+        self._selector.unregister(process)
+        self._hear_ranks()  # what it said before it died
+        iteration, section = self._board.last_words(group, local_rank)
+        death = group.death_of(process, iteration, section)
+        assert death is not None
+        self._events.append(death)
+
+    def _hear_threads(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while not self._stacks.empty():
+            self._events.append(self._stacks.get())
+
+    def _hear_keeper(self) -> None:
+        for notice in self._keeper.read_notices():
+            self._say(f"rsup: {notice}")
+            self._events.append(ev.Noticed("warning", notice))
+
+    def _keeper_died(self) -> None:
+        self._selector.unregister(self._keeper)
+        self._selector.unregister(self._keeper.notices_fileno())
+        self._keeper.close()
+        self._keeper = self._start_keeper()
+        if self._group:
+            self._keeper.set_sessions(self._group.sessions)
+        self._keeper.set_supervisor(self._client.address, self._decider.key)
+        self._keeper.set_member(self._client.agent, self._client.spec, self._state.epoch)
+        self._events.append(ev.Noticed("warning", "the launcher's keeper process died and was started again"))
+
+    def _start_keeper(self) -> Keeper:
+        files = [path for path in (self._board.path, self._places.rank_socket) if path]
+        keeper = Keeper.start(os.getpid(), self._agent_id, self._agent_id, self._places.spool, remove=files)
+        self._watch(keeper, self._keeper_died)
+        self._watch(keeper.notices_fileno(), self._hear_keeper)
+        return keeper
+
+    def _dismiss_keeper(self) -> None:
+        """All it could do for us is done; waiting for its goodbye (it may be importing torch) would only cost time."""
+        with suppress(ProcessLookupError):
+            os.kill(self._keeper.pid, signal.SIGKILL)
+        self._keeper.close()
+
+    # ------------------------------------------------------------------------------------------------------- actions
+
+    def _add_fact(self, action: ev.AddFact) -> None:
+        self._spool.append(action.fact)
+        self._has_new_facts = True
+
+    def _bind_store(self, action: ev.BindStore) -> None:
+        for attempt in range(max(1, action.attempt - 2), action.attempt):
+            self._keeper.drop_store(attempt)
+        try:
+            port = self._keeper.host_store(action.attempt, self._parts.agent.host, action.port)
+        except RsupError as error:
+            self._events.append(ev.StoreFailure(action.attempt, str(error), error.exit_code))
+        else:
+            self._events.append(ev.StoreReady(action.attempt, self._parts.agent.host, port))
+
+    def _spawn_ranks(self, action: ev.SpawnRanks) -> None:
+        start = action.command
+        where = SessionPlaces(
+            self._agent_id,
+            str(self._board.path or ""),
+            str(self._places.rank_socket),
+            str(self._places.stacks_dir),
+            self._keeper.hosts_stores,
+        )
+        self._group = group = RankGroup(start, self._options, where, self._logs)
+        self._board.begin(start.attempt)
+        if start.attempt == 1 and (notice := threads_notice(os.environ, start.num_ranks)):
+            self._say(notice)
+        try:
+            pids = group.spawn(os.environ)
+        except RsupError as error:
+            self._events.append(ev.SpawnFailure(start.attempt, str(error), error.exit_code))
+            return
+        for local_rank, process in enumerate(group.processes):
+            self._watch(process, lambda group=group, local_rank=local_rank: self._hear_death(group, local_rank))  # type: ignore[misc]
+        self._keeper.set_sessions(group.sessions)
+        self._next_sections_s = time.monotonic() + SECTIONS_EVERY_S
+        self._events.append(ev.RanksSpawned(start.attempt, pids))
+
+    def _signal_ranks(self, action: ev.SignalRanks) -> None:
+        if self._group:
+            self._group.signal(
+                action.local_ranks, action.signum, whole_session=action.whole_session, if_caught=action.if_caught
+            )
+
+    def _reap_all(self, action: ev.ReapAll) -> None:
+        if self._group:
+            self._group.begin_reaping(action.grace_s)
+
+    def _go_on_reaping(self) -> None:
+        group = self._group
+        if group and group.is_reaping and group.reap((self._keeper.pid,)):
+            self._keeper.set_sessions(())
+            self._events.append(ev.AllReaped(group.start.attempt))
+
+    def _observe_sections(self, action: ev.ObserveSections) -> None:
+        self._read_sections(closing=True)
+
+    def _collect_stacks(self, action: ev.CollectStacks) -> None:
+        group = self._group
+        if group is None:
+            return
+        ranks = [
+            (self._state.ranks[i].rank, self._state.ranks[i].pid, self._board.last_words(group, i)[0])
+            for i in self._state.alive
+        ]
+
+        def collect() -> None:
+            stacks = take_stacks(ranks, action.within_s, stacks_dir=self._places.stacks_dir)
+            self._stacks.put(ev.StacksReady(action.attempt, tuple(stacks)))
+            os.eventfd_write(self._wake_fd, 1)
+
+        threading.Thread(target=collect, name="rsup-stacks", daemon=True).start()
+
+    def _ask_ranks(self, action: ev.AskRanks) -> None:
+        for local_rank in action.local_ranks:
+            rank = self._state.ranks[local_rank].rank
+            self._link.send(rank, self._state.attempt, wire.SaveNow(action.request_id, action.leave))
+
+    def _push_limits(self, action: ev.PushLimits) -> None:
+        self._link.broadcast(self._state.attempt, wire.LimitsNow(action.limits))
+
+    def _write_result(self, action: ev.WriteResult) -> None:
+        state, options = self._state, self._options
+        first = state.start is None or state.start.group_rank == 0
+        for problem in write_results(
+            action.result, state.job_id, state.run, options.state_dir, options.result_file, is_first_node=first
+        ):
+            self._say(problem)
+
+    def _print_report(self, action: ev.PrintReport) -> None:
+        self._say(action.text if action.text.startswith("rsup") or "\n" in action.text else f"rsup: {action.text}")
+
+    def _exit(self, action: ev.Exit) -> None:
+        self._exit_code = action.code
+
+    # ---------------------------------------------------------------------------------------------------------- people
+
+    def _say(self, text: str) -> None:
+        self._logs.say(text)
+
+    def _say_where(self, welcome: wire.Welcome) -> None:
+        if self._said_where:
+            return
+        self._said_where = True
+        self._say(where_to_look(self._options, welcome))
+
+    def _say_farewell(self) -> None:
+        """Give the last facts a moment to be committed, then say goodbye."""
+        until_s = time.monotonic() + FAREWELL_S
+        self._report([])
+        while len(self._spool) and self._client.connected and time.monotonic() < until_s:
+            if self._selector.select(0.02):
+                self._client.poll()
+        if self._state.joined:
+            self._client.send_bye()
+
+    def _end_ranks(self) -> None:
+        """Whatever happened: no rank outlives its agent."""
+        group = self._group
+        if group is None or self._state.phase not in HAS_PROCESSES:
+            return
+        group.begin_reaping(0.0)
+        until_s = time.monotonic() + 5.0
+        while not group.reap((self._keeper.pid,)) and time.monotonic() < until_s:
+            pass
+
+
+_PERFORM: dict[type, Callable[[Agent, Any], None]] = {
+    ev.AddFact: Agent._add_fact,
+    ev.BindStore: Agent._bind_store,
+    ev.SpawnRanks: Agent._spawn_ranks,
+    ev.SignalRanks: Agent._signal_ranks,
+    ev.ReapAll: Agent._reap_all,
+    ev.ObserveSections: Agent._observe_sections,
+    ev.CollectStacks: Agent._collect_stacks,
+    ev.AskRanks: Agent._ask_ranks,
+    ev.PushLimits: Agent._push_limits,
+    ev.WriteResult: Agent._write_result,
+    ev.PrintReport: Agent._print_report,
+    ev.Exit: Agent._exit,
+}

@@ -1,0 +1,116 @@
+"""What an agent is made of, opened in the order that saves time: the embedded supervisor starts first, since it is slowest."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from getpass import getuser
+
+from rsup.launcher.agent_places import AgentPlaces, make_places
+from rsup.launcher.board_reader import BoardReader
+from rsup.launcher.decider import Decider, choose_route, reachable_host
+from rsup.launcher.inventory import local_devices
+from rsup.launcher.launch_options import LaunchOptions, job_spec
+from rsup.launcher.logs import LogOptions, LogPump
+from rsup.launcher.process_events import Settings
+from rsup.launcher.processes import become_subreaper
+from rsup.launcher.rank_link import RankLink
+from rsup.launcher.spool import Spool
+from rsup.launcher.stop_signals import SignalInbox
+from rsup.launcher.supervisor_client import SupervisorClient
+from rsup.supervisor import places, wire
+
+
+@dataclass(frozen=True)
+class AgentParts:
+    """Each is closed by the stack that `open_parts` was given."""
+
+    agent: wire.AgentInfo
+    settings: Settings
+    signals: SignalInbox
+    decider: Decider
+    places: AgentPlaces
+    logs: LogPump
+    board: BoardReader
+    link: RankLink
+    spool: Spool
+    client: SupervisorClient
+
+
+def open_parts(options: LaunchOptions, stack: ExitStack, succeeded: Callable[[], bool]) -> AgentParts:
+    """Open everything. `succeeded` is asked at the end: after success a temporary log directory is removed.
+
+    Main thread only. Raise `RsupError` for a directory, address or key that cannot be used.
+    """
+    signals = SignalInbox(options.signals_to_handle)
+    stack.callback(signals.close)
+    become_subreaper()
+    agent_id = secrets.token_hex(8)
+    decider = Decider(options, choose_route(options))
+    agent_places = make_places(agent_id)
+    stack.callback(agent_places.remove)
+    logs = LogPump(_log_options(options), options.nproc_per_node)
+    stack.callback(lambda: logs.close(success=succeeded()))
+    board = BoardReader(options.nproc_per_node, agent_places.runtime_dir)
+    stack.callback(board.close)
+    link = RankLink(agent_places.rank_socket)
+    stack.callback(link.close)
+    spool = Spool(agent_places.spool)
+    stack.callback(spool.close)
+    agent = _agent_info(agent_id, options, decider)
+    client = decider.connect(agent, job_spec(options, _owner(), decider.route.listen), spool)
+    stack.callback(client.close)
+    return AgentParts(agent, _settings(options), signals, decider, agent_places, logs, board, link, spool, client)
+
+
+def where_to_look(options: LaunchOptions, welcome: wire.Welcome) -> str:
+    """The line at the start of a job."""
+    num_ranks = options.nproc_per_node
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    nodes = f" on each of {options.max_nodes} nodes" if options.max_nodes > 1 else ""
+    page = f" or {welcome.supervisor.rest}" if welcome.supervisor.rest else ""
+    return f"rsup: job {welcome.job_id}: {ranks}{nodes}; see rsup status {welcome.job_id}{page}"
+
+
+def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider) -> wire.AgentInfo:
+    return wire.AgentInfo(
+        agent_id=agent_id,
+        node=places.this_host(),
+        host=reachable_host(options, decider.route),
+        pid=os.getpid(),
+        boot_id=places.boot_id(),
+        node_rank=options.node_rank,
+        num_ranks=options.nproc_per_node,
+        devices=local_devices(options.nproc_per_node),
+    )
+
+
+def _settings(options: LaunchOptions) -> Settings:
+    return Settings(
+        stop_grace_s=options.shutdown_timeout,
+        supervisor_grace_s=options.supervisor_grace,
+        fence_timeout_s=options.fence_timeout,
+        join_timeout_s=options.join_timeout,
+        node=places.this_host(),
+    )
+
+
+def _log_options(options: LaunchOptions) -> LogOptions:
+    return LogOptions(
+        log_dir=str(options.log_dir) if options.log_dir else None,
+        run_id=options.rdzv_id if options.rdzv_id != "none" else options.job_id or "none",
+        redirects=dict(enumerate(options.redirects)) if len(options.redirects) > 1 else options.redirects[0],
+        tee=dict(enumerate(options.tee)) if len(options.tee) > 1 else options.tee[0],
+        local_ranks_filter=options.local_ranks_filter or frozenset(),
+        role=options.role,
+        duplicate_stdout_filters=options.duplicate_stdout_filters,
+        duplicate_stderr_filters=options.duplicate_stderr_filters,
+    )
+
+
+def _owner() -> str:
+    try:
+        return getuser()
+    except (KeyError, OSError, ImportError):
+        return str(os.getuid())

@@ -1,0 +1,169 @@
+"""ft_launcher's options (NVRx 0.4.1 to 0.7), their YAML file, and the `Limits` that come of them.
+
+Every spelling is taken: `--ft-rank-heartbeat-timeout`, `--ft-rank_heartbeat_timeout`, and `--ft-param-...` of 0.4.1. What is
+on the command line wins over the file; unknown keys of the file get a note. No limit is on unless it was asked for: that is
+the default of NVRx 0.6 and newer, not the 3600 and 2700 s of 0.4.1.
+"""
+
+import signal
+from collections.abc import Sequence
+
+from rsup.launcher.option_table import HANG_LIMITS, NO_EFFECT, Option
+from rsup.launcher.option_values import UNLIMITED_WORDS, OptionValues
+from rsup.supervisor.wire import Limits
+
+
+def _works(*flags: str, meaning: str, default: str | None = None, shown: str = "none", env: str = "") -> Option:
+    return Option(flags, meaning, default=default, shown_default=shown, env=env, group=HANG_LIMITS)
+
+
+def _ignored(why: str, *names: str) -> list[Option]:
+    return [Option(("--ft-" + name,), f"No effect: {why}.", no_effect=why, group=NO_EFFECT) for name in names]
+
+
+FT_OPTIONS: Sequence[Option] = (
+    _works(
+        "--ft-cfg-path",
+        "--fault-tol-cfg-path",
+        env="PET_FT_CFG_PATH",
+        meaning="YAML file with a section `fault_tolerance`, at any depth; the command line wins over it.",
+    ),
+    Option(
+        ("--ft-ignore-missing-cfg", "--ignore-missing-fault-tol-cfg"),
+        "Do not refuse a `--ft-cfg-path` without such a section.",
+        default="0",
+        is_switch=True,
+        group=HANG_LIMITS,
+    ),
+    _works(
+        "--ft-rank-section-timeouts",
+        meaning="`NAME:SECONDS,...`: longest time a section may be open, like `setup:600,step:180,checkpointing:420`;"
+        " `none`: no limit. `warmup` is the limit of `step` during the first iterations.",
+    ),
+    _works("--ft-rank-out-of-section-timeout", meaning="Longest time in seconds that no section is open."),
+    _works("--ft-initial-rank-heartbeat-timeout", meaning="Longest time in seconds until a rank's first heartbeat."),
+    _works("--ft-rank-heartbeat-timeout", meaning="Longest time in seconds between two heartbeats of a rank."),
+    _works("--ft-startup-timeout", meaning="Longest time in seconds from a rank's start to its first call of rsup.worker."),
+    _works(
+        "--ft-num-warmup-iters",
+        "--ft-num-warmup-iterations",
+        default="5",
+        shown="",
+        meaning="First iterations of a process, which the limit of `warmup` holds for, where it is set.",
+    ),
+    _works("--ft-safety-factor", default="5", shown="", meaning="Calculated limits are the longest observed time, times this."),
+    Option(
+        ("--calc-ft-timeouts", "--ft-calc-timeouts"),
+        "Calculate limits from what is observed, and act on them as on configured ones.",
+        default="0",
+        is_switch=True,
+        group=HANG_LIMITS,
+    ),
+    _works(
+        "--ft-max-no-progress-cycles",
+        shown="`--no-progress-restarts` + 1",
+        meaning="Attempts without progress that end a job with `--restart auto`; 0 or -1: no bound.",
+    ),
+    _works("--term-timeout", env="PET_TERM_TIMEOUT", shown="", meaning="ft_launcher's name of `--shutdown-timeout`."),
+    _works("--workers-stop-timeout", env="PET_WORKERS_STOP_TIMEOUT", shown="", meaning="ft_launcher's name of `--stop-grace`."),
+    Option(
+        ("--ft-restart-policy", "--restart-policy"),
+        "`min-healthy` is taken as `any-failed`: a failed rank restarts all ranks.",
+        default="any-failed",
+        choices=("any-failed", "min-healthy"),
+        group=HANG_LIMITS,
+    ),
+    *_ignored("hangs are seen within 250 ms", "workload-check-interval"),
+    *_ignored("a hung rank is ended with SIGKILL, after its stacks were taken", "rank-termination-signal"),
+    *_ignored("a restart is announced to every node at once", "restart-check-interval", "rdzv-impl"),
+    *_ignored("section calls never wait for an answer", "skip-section-response"),
+    *_ignored("use --debug", "log-level"),
+    *_ignored("the failure report has a rank's last lines in any case", "install-exception-hook"),
+    *_ignored(
+        "progress is a durable checkpoint, reported through rsup.worker", "min-progress-iterations", "checkpoint-iteration-file"
+    ),
+    *_ignored("a job that must not be requeued exits with 93", "no-restart-exit-code"),
+    *_ignored(
+        "a new attempt starts when every process of the old one is gone",
+        *("gpu-memory-reclaim-timeout", "gpu-memory-tolerance-mb", "gpu-memory-poll-interval", "check-remaining-processes"),
+    ),
+    *_ignored(
+        "rsup has no such health check of its own",
+        *("node-health-check-interval", "node-health-check-endpoint", "enable-nic-monitor", "enable-nic-healthcheck"),
+        *("pci-topo-file", "link-down-path-template", "link-state-path-template"),
+        *("enable-dist-storage-healthcheck", "storage-health-check-path", "storage-healthcheck-path"),
+    ),
+    *_ignored("nodes keep the order of --node-rank", "segment"),
+    *_ignored("use --numa-binding", "numa-bind-strict"),
+    *_ignored(
+        "use --log-dir with --redirects or --tee; each node writes its own files",
+        *("per-cycle-applog-prefix", "nvrx-logfile", "enable-log-server", "log-server-port", "log-aggregator-count"),
+        *("log-leaf-max-queue-chunks", "log-server-log-prefix", "log-server-graceful-shutdown-timeout"),
+    ),
+    *_ignored(
+        "rsup report says what failed; no outside service is asked",
+        *("attribution-endpoint", "attribution-startup-timeout", "attribution-llm-api-key-file", "attribution-llm-base-url"),
+        *("attribution-llm-model", "attribution-analysis-backend", "attribution-stop-action", "attribution-log-level"),
+        *("attribution-export-url", "attribution-compute-timeout"),
+    ),
+    *_ignored("rsup events and the result file have it", "cycle-info-dir", "cycle-info-job-id"),
+)
+
+NO_PROGRESS_BOUND_OFF = 2**31 - 1
+
+
+def read_limits(values: OptionValues) -> Limits:
+    """Limits as configured. Those that `--calc-ft-timeouts` will find come later, from the supervisor."""
+    sections = read_section_timeouts(values)
+    safety_factor = values.number("ft_safety_factor", values.text("ft_safety_factor"), at_least=1.0)
+    return Limits(
+        sections=sections,
+        out_of_section_s=values.maybe_seconds("ft_rank_out_of_section_timeout", above=0),
+        initial_heartbeat_s=values.maybe_seconds("ft_initial_rank_heartbeat_timeout", above=0),
+        heartbeat_s=values.maybe_seconds("ft_rank_heartbeat_timeout", above=0),
+        startup_s=values.maybe_seconds("ft_startup_timeout", above=0),
+        warmup_s=sections.get("warmup"),
+        num_warmup_iters=values.integer("ft_num_warmup_iters"),
+        safety_factor=safety_factor,
+        enforce_calculated=values.switch("calc_ft_timeouts"),
+    )
+
+
+def read_section_timeouts(values: OptionValues) -> dict[str, float | None]:
+    """Seconds by section name; None: no limit."""
+    dest = "ft_rank_section_timeouts"
+    text = (values.maybe_text(dest) or "").strip()
+    limits: dict[str, float | None] = {}
+    if text.lower() in UNLIMITED_WORDS:
+        return limits
+    for pair in text.split(","):
+        name, colon, value = (part.strip() for part in pair.partition(":"))
+        if not colon or not name:
+            values.fail(dest, "must be NAME:SECONDS,..., like setup:600,step:180,checkpointing:none")
+        if name in limits:
+            values.fail(dest, f"section {name} is there twice")
+        unlimited = value.lower() in UNLIMITED_WORDS
+        limits[name] = None if unlimited else values.number(dest, value, at_least=0.0, above=0.0)
+    return limits
+
+
+def read_no_progress_limit(values: OptionValues) -> int:
+    """Restarts without progress: ours, else NVRx's number of attempts less the first one."""
+    if values.given("no_progress_restarts") or not values.given("ft_max_no_progress_cycles"):
+        return values.integer("no_progress_restarts")
+    cycles = values.integer("ft_max_no_progress_cycles", at_least=-1)
+    return cycles - 1 if cycles > 0 else NO_PROGRESS_BOUND_OFF
+
+
+def check_accepted(values: OptionValues) -> None:
+    """Refuse impossible values of options without effect where we know what is possible."""
+    if values.given("ft_rank_termination_signal"):
+        word = values.text("ft_rank_termination_signal").upper()
+        names = signal.Signals.__members__
+        numbers = {str(number.value) for number in names.values()}
+        if word not in names and word not in numbers:
+            values.fail("ft_rank_termination_signal", "there is no such signal")
+    if values.text("ft_restart_policy") == "min-healthy":
+        values.notes.append("--ft-restart-policy min-healthy is taken as any-failed: a failed rank restarts all ranks")
+    if values.given("ft_max_no_progress_cycles") and values.text("restart") != "auto":
+        values.notes.append("--ft-max-no-progress-cycles has an effect with --restart auto only")

@@ -1,0 +1,128 @@
+"""Looks at script and directories before anything starts, so that what cannot work is refused in one line with exit code 2."""
+
+import importlib.machinery
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from rsup.launcher.launch_options import LaunchOptions
+from rsup.supervisor import places
+from rsup.supervisor.wire import RsupError, UsageError
+
+
+def check(options: LaunchOptions) -> None:
+    """Raise `UsageError` if script, module, program, directories or key file cannot be used. Makes missing directories."""
+    check_script(options)
+    _check_directory("--state-dir", options.state_dir, mode=0o700)
+    if options.log_dir is not None:
+        _check_directory("--log-dir", options.log_dir)
+    if options.result_file is not None:
+        _check_file("--result-file", options.result_file)
+    try:
+        places.runtime_dir()
+        if options.key_file is not None:
+            places.read_key_file(options.key_file)
+    except RsupError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_script(options: LaunchOptions) -> None:
+    """Raise `UsageError` if it is certain that the ranks could not even be started."""
+    script = options.training_script
+    if options.module:
+        _check_module(script)
+    elif options.no_python and not options.run_path:
+        if shutil.which(script) is None:
+            there = Path(script).exists()
+            raise UsageError(
+                f"{script} is not executable; chmod +x it, or leave out --no-python"
+                if there
+                else f"program {script} not found; check its name and PATH"
+            )
+    elif not Path(script).exists():
+        where = "" if script.startswith("/") else f" in {Path.cwd()}"
+        hint = "; did you mean -m?" if _is_module_name(script) and module_exists(script) else "; check its path"
+        raise UsageError(f"script {script} not found{where}{hint}")
+    elif Path(script).is_dir() and not Path(script, "__main__.py").exists():
+        raise UsageError(f"script {script} is a directory without __main__.py")
+    elif not os.access(script, os.R_OK):
+        raise UsageError(f"script {script} cannot be read; check its permissions")
+
+
+def _check_module(name: str) -> None:
+    if not _is_module_name(name):
+        hint = f"; leave out -m to run the file {name}" if Path(name).exists() else ""
+        raise UsageError(f"-m {name}: is no module name{hint}")
+    python = os.environ.get("PYTHON_EXEC")
+    if python and os.path.realpath(shutil.which(python) or python) != os.path.realpath(sys.executable):
+        return  # another interpreter has other modules
+    if not module_exists(name):
+        raise UsageError(f"-m {name}: no module of that name can be run; check its name and PYTHONPATH")
+
+
+def _is_module_name(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def module_exists(name: str) -> bool:
+    """Whether `python -m NAME` in this directory would find something to run. Imports nothing, parents neither; when it cannot
+    tell without importing (a package that sets its own `__path__`), it says yes."""
+    sys_path = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    spec = _find(parts[0], sys_path) or _find(parts[0], None)
+    for depth in range(1, len(parts) + 1):
+        if spec is None:
+            return False
+        locations = spec.submodule_search_locations
+        if locations is None:
+            return depth == len(parts)
+        if _sets_its_own_path(spec):
+            return True
+        child = ".".join(parts[: depth + 1]) if depth < len(parts) else f"{name}.__main__"
+        try:
+            spec = _find(child, list(locations))
+        except (KeyError, AttributeError):
+            return True  # a namespace package inside a package that is not imported
+    return spec is not None
+
+
+def _find(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is not None:
+        return sys.modules[name].__spec__
+    finders: Iterable[object] = [importlib.machinery.PathFinder] if path is not None and "." not in name else sys.meta_path
+    for finder in finders:
+        find_spec = getattr(finder, "find_spec", None)
+        spec: importlib.machinery.ModuleSpec | None = find_spec(name, path) if find_spec is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _sets_its_own_path(spec: importlib.machinery.ModuleSpec) -> bool:
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    try:
+        return b"__path__" in Path(spec.origin).read_bytes()
+    except OSError:
+        return True
+
+
+def _check_directory(flag: str, path: Path, mode: int = 0o777) -> None:
+    """Make it where it is missing, and see that a file can be made in it."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); choose another directory") from None
+
+
+def _check_file(flag: str, path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a directory; give the name of a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UsageError(f"{flag} {path}: cannot be written; choose another file")
+    _check_directory(flag, path.parent)

@@ -1,0 +1,176 @@
+"""What one `rsup launch` was asked to do, fully resolved, and the `JobSpec` that it hands to the supervisor.
+
+`LaunchOptions` is what the parser makes and the agent reads: defaults filled in, counts resolved, mappings spelled out per
+local rank. Names are torchrun's where torchrun has the option. Nothing here parses text or touches the machine.
+"""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rsup.launcher.redaction import redact_command
+from rsup.supervisor import places
+from rsup.supervisor.wire import JobSpec, Limits, RestartPolicy
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+NO_STREAM, STDOUT, STDERR, BOTH_STREAMS = 0, 1, 2, 3
+"""Values of `redirects` and `tee`, a bit a stream."""
+
+_MAX_SHOWN_WORDS, _MAX_SHOWN_CHARS = 1000, 2000
+
+_RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Every option of `rsup launch`. Times in seconds."""
+
+    training_script: str
+    training_script_args: tuple[str, ...] = ()
+
+    # ---- torchrun's
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    """`host:port` where the job's nodes meet, of `--rdzv-endpoint`, else of `--master-addr` and `--master-port` across
+    nodes; empty for a job of one node."""
+    rdzv_id: str = "none"
+    rdzv_conf: dict[str, str] = field(default_factory=dict)
+    standalone: bool = False
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    event_log_handler: str = "null"
+    role: str = "default"
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+    log_dir: Path | None = None
+    """None: the user named none."""
+    redirects: tuple[int, ...] = (0,)
+    """Per local rank: 0 none, 1 stdout, 2 stderr, 3 both."""
+    tee: tuple[int, ...] = (0,)
+    """Per local rank, as `redirects`."""
+    local_ranks_filter: frozenset[int] | None = None
+    """Local ranks whose output reaches the console; None: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    node_rank: int = -1
+    """Of `--node-rank`, `PET_NODE_RANK` or SLURM; -1 if nobody gave one."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """Port of the attempt's store, exactly; 0: any free one of the first node."""
+    local_addr: str | None = None
+    logs_specs: str | None = None
+    numa_binding: str | None = None
+    """None, `node`, `socket`, `exclusive` or `core-complex`."""
+    signals_to_handle: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
+    shutdown_timeout: float = 30.0
+    """From a signal to the launcher until its ranks are killed."""
+    virtual_local_rank: bool = False
+
+    # ---- ours
+    job_id: str = ""
+    cluster: str = "local"
+    resume: bool = False
+    restart: str = "count"
+    """`count` (torchrun's `--max-restarts`) or `auto`."""
+    on_hang: str = "auto"
+    """`restart`, `report`, or `auto`: restart when a limit was configured or enforced, else report."""
+    state_dir: Path = field(default_factory=places.state_dir)
+    result_file: Path | None = None
+    """None: under the state directory."""
+    supervisor: str = ""
+    """ZeroMQ address of a shared supervisor; empty: embedded, or the one behind `rdzv_endpoint`."""
+    require_supervisor: bool = False
+    require_key: bool = False
+    key_file: Path | None = None
+    stop_grace: float = 30.0
+    """From SIGTERM to SIGKILL when ranks are stopped because another one failed."""
+    join_timeout: float = 600.0
+    last_call: float = 30.0
+    fence_timeout: float | None = None
+    supervisor_grace: float = 300.0
+    no_progress_limit: int = 3
+    identical_limit: int = 3
+    backoff_first: float = 0.0
+    backoff_max: float = 60.0
+    limits: Limits = field(default_factory=Limits)
+    calc_ft_timeouts: bool = False
+    debug: bool = False
+
+    notes: tuple[str, ...] = ()
+    """Lines for the terminal about options that were accepted without effect, printed once by the command line."""
+
+
+def rank_command(options: LaunchOptions) -> list[str]:
+    """The command of every rank. Script arguments verbatim: no `$$` or `${local_rank}` is rewritten.
+
+    `PYTHON_EXEC` names another interpreter, as with torchrun. `--run-path` wins over `--no-python`.
+    """
+    script = [options.training_script, *options.training_script_args]
+    if options.no_python and not options.run_path:
+        return script
+    python = [os.environ.get("PYTHON_EXEC") or sys.executable, "-u"]
+    if options.run_path:
+        return [*python, "-c", _RUN_PATH, *script]
+    return [*python, "-m", *script] if options.module else [*python, *script]
+
+
+def shown_command(options: LaunchOptions) -> list[str]:
+    """Script and arguments for people to read, secrets redacted; `-m` in front of a module. Very long ones are cut."""
+    words = redact_command([*(["-m"] if options.module else []), options.training_script, *options.training_script_args])
+    shown = [word if len(word) <= _MAX_SHOWN_CHARS else word[:_MAX_SHOWN_CHARS] + "..." for word in words[:_MAX_SHOWN_WORDS]]
+    more = len(words) - len(shown)
+    return [_storable(word) for word in shown] + ([f"... and {more} more"] if more else [])
+
+
+def _storable(text: str) -> str:
+    """`text` as UTF-8 can hold it: a byte of an argument that is none becomes `\\udcff`, say."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def restart_policy(options: LaunchOptions) -> RestartPolicy:
+    """When a failed attempt is followed by another."""
+    return RestartPolicy(
+        mode=options.restart,
+        max_restarts=options.max_restarts,
+        no_progress_limit=options.no_progress_limit,
+        identical_limit=options.identical_limit,
+        backoff_first_s=options.backoff_first,
+        backoff_max_s=options.backoff_max,
+        on_hang=options.on_hang,
+    )
+
+
+def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
+    """What this launch asks of the supervisor.
+
+    `owner` is the user's name. `listen` is `rdzv_endpoint` for the one agent that runs the supervisor there, else empty.
+    """
+    return JobSpec(
+        job_id=options.job_id,
+        cluster=_storable(options.cluster),
+        owner=owner,
+        rdzv_id=_storable(options.rdzv_id),
+        resume=options.resume,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        ranks_per_node=options.nproc_per_node,
+        role=_storable(options.role),
+        command=shown_command(options),
+        limits=options.limits,
+        policy=restart_policy(options),
+        stop_grace_s=options.stop_grace,
+        join_timeout_s=options.join_timeout,
+        last_call_s=options.last_call,
+        fence_timeout_s=options.fence_timeout,
+        supervisor_grace_s=options.supervisor_grace,
+        master_port=options.master_port,
+        listen=listen,
+    )

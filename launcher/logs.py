@@ -1,0 +1,286 @@
+"""Log pipes: one thread reads what the ranks print and hands it to files and console. Training never waits for a log.
+
+Owns the read ends of all rank pipes, the log files and the console. Each sink (stdout, stderr, the log files) has its own
+writer thread and a bounded buffer: a full disk, a closed or stopped console cost bytes, which are counted and said once,
+never time of a rank. Files get the bytes as printed; the console gets whole lines, of one rank at a time.
+
+What is shown and kept is torchrun's: `--redirects`, `--tee`, `--log-dir`, `--local-ranks-filter`, the duplicate filters,
+`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`, and the tree `<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/`, n counting
+from 0 as TORCHELASTIC_RESTART_COUNT does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rsup.launcher.log_options import STREAMS, LogDirError, LogOptions, LogTree, parse_streams
+from rsup.launcher.log_sinks import Console, Sink, console_target, same_file
+from rsup.launcher.log_streams import PARTIAL_AFTER_S, RankStream
+
+__all__ = ["LogDirError", "LogOptions", "LogPump", "RankPipes", "parse_streams"]
+
+PIPE_BYTES = 256 * 1024
+CONSOLE_PATIENCE_S = 0.2
+FILE_PATIENCE_S = 1.0
+LAST_FLUSH_S = 0.5
+READ_WITHIN_S = 0.5
+
+
+@dataclass
+class RankPipes:
+    """What one rank writes to. Pass the descriptors to `spawn_rank`, then `close_writer_ends`."""
+
+    stdout_fd: int
+    stderr_fd: int
+    error_file: Path | None
+    """For TORCHELASTIC_ERROR_FILE; None with `--log-dir /dev/null`, or where the directory could not be made."""
+    passthrough: bool = False
+    """The rank writes to the terminal itself, so there is no tail of it."""
+
+    def close_writer_ends(self) -> None:
+        """Close our copies, so that the end of the rank is the end of the pipe. May be repeated."""
+        for fd in {self.stdout_fd, self.stderr_fd} - {-1}:
+            os.close(fd)
+        self.stdout_fd = self.stderr_fd = -1
+
+
+class LogPump:
+    """The pump of one agent. Methods are thread-safe, and wait for ranks, disks and consoles only as far as they say."""
+
+    def __init__(
+        self, options: LogOptions, num_local_ranks: int, *, stdout: TextIO | None = None, stderr: TextIO | None = None
+    ) -> None:
+        """Make the log directory and start the threads. `stdout`, `stderr`: default sys.stdout and sys.stderr as they are
+        now. Raise `LogDirError` naming the path if it cannot be written."""
+        self._options = options
+        self._tree = LogTree(options)
+        self._passes_terminal = num_local_ranks == 1
+        self._notes: list[str] = []
+        self._unprinted: list[str] = []
+        self._changed = threading.Condition()
+        self._streams: set[RankStream] = set()
+        self._newest: dict[tuple[int, str], RankStream] = {}
+        self._orders: list[Callable[[], None]] = []
+        self._closing = False
+        self._outputs = {"stdout": stdout or sys.stdout, "stderr": stderr or sys.stderr}
+        self._files = Sink("files", FILE_PATIENCE_S, self._note)
+        self._sinks = [self._files]
+        self._consoles = self._make_consoles()
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="log pump", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_dir(self) -> Path | None:
+        """`<log_dir>/<run_id>_<random>`; None if there are no files."""
+        return self._tree.run_dir
+
+    @property
+    def temporary_dir(self) -> Path | None:
+        """`run_dir` where it is ours alone, so that whoever survives the agent may remove it."""
+        return self._tree.run_dir if self._tree.is_temporary else None
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes that a full disk or a stuck console cost so far."""
+        return sum(sink.lost_bytes for sink in self._sinks)
+
+    def open_rank(self, attempt: int, local_rank: int, rank: int) -> RankPipes:
+        """Pipes for one rank of the attempt (1, 2, ...); or the terminal itself, for a stream of a single rank that is to be
+        shown there and nowhere else. A directory that cannot be made (any more) costs the files, with a note."""
+        folder = filtered = None
+        if self.run_dir is not None:
+            try:
+                folder, filtered = self._tree.rank_dir(attempt, local_rank), self._tree.attempt_dir(attempt)
+            except OSError as error:
+                self._note(f"cannot make a log directory in {self.run_dir}: {error.strerror}; rank {rank} has no log files")
+        terminals = [self._terminal_for(local_rank, rank, stream) for stream in STREAMS]
+        fds = [
+            self._open_stream(attempt, local_rank, rank, stream, folder, filtered) if terminal is None else os.dup(terminal)
+            for stream, terminal in zip(STREAMS, terminals, strict=True)
+        ]
+        return RankPipes(fds[0], fds[1], folder and folder / "error.json", passthrough=terminals != [None, None])
+
+    def tail(self, local_rank: int, stream: str = "stderr") -> str:
+        """The last 40 lines, at most 16 KiB, of `stdout` or `stderr` of that local rank in its newest attempt. Whatever a
+        rank printed before it died is in it."""
+        newest = self._newest.get((local_rank, stream))
+        if newest is None:
+            return ""
+        self._order(lambda: newest.read_all(time.monotonic()), READ_WITHIN_S)
+        return newest.tail_text()
+
+    def settle(self, local_rank: int, within_s: float) -> bool:
+        """Wait until what an ended rank printed has been read, so that `tail` has its last lines. False if somebody else
+        still holds its pipes after `within_s`."""
+        streams = {self._newest[local_rank, name] for name in STREAMS if (local_rank, name) in self._newest}
+        with self._changed:
+            return self._changed.wait_for(lambda: not streams & self._streams, within_s)
+
+    def drain(self, attempt: int, within_s: float) -> bool:
+        """Wait until all that the attempt's ranks printed is written, and close their pipes. False if a pipe was still
+        held open by some process after `within_s`, or a sink was stuck: what was there by then has been taken."""
+        deadline = time.monotonic() + within_s
+        with self._changed:
+            ended = self._changed.wait_for(lambda: not self._of(attempt), within_s)
+        if not ended:
+            self._order(lambda: self._end_all(self._of(attempt)), LAST_FLUSH_S)
+        flush_by = max(deadline, time.monotonic() + LAST_FLUSH_S)
+        return all([sink.flush(flush_by) for sink in self._sinks]) and ended
+
+    def say(self, text: str) -> None:
+        """Print lines of our own to stderr, never in the middle of a rank's line."""
+        console = self._consoles["stderr"]
+        if console is not None and not self._closing:
+            console.put(self, text.rstrip("\n").encode(errors="replace") + b"\n")
+
+    def take_notes(self) -> list[str]:
+        """What there is to be said about the logs since the last call (a full disk, a closed console), one line each.
+        Printed to the console as well, where that works."""
+        with self._changed:
+            notes, self._notes = self._notes, []
+        return notes
+
+    def close(self, success: bool = False, within_s: float = 2.0) -> None:
+        """Flush, end the threads, close everything; remove the directory if it is a temporary one of ours and `success`, or
+        nothing is in it. May be repeated. Waits at most `within_s` for stuck sinks."""
+        if self._closing:
+            return
+        deadline = time.monotonic() + within_s
+        self._order(lambda: self._end_all(list(self._streams)), within_s)
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        for console in {id(c): c for c in self._consoles.values() if c is not None}.values():
+            console.close()
+        ended = all([sink.close(deadline) for sink in self._sinks]) and not self._thread.is_alive()
+        if ended:  # a thread stuck in a write may still want to wake the pump
+            self._selector.close()
+            os.close(self._wake_fd)
+        self._tree.remove_temporary(only_empty=not success)
+
+    # ---------------------------------------------------------------------------------------------- opening, any thread
+
+    def _make_consoles(self) -> dict[str, Console | None]:
+        consoles: dict[str, Console | None] = {}
+        for stream in STREAMS:
+            if stream == "stderr" and same_file(self._outputs["stdout"], self._outputs["stderr"]):
+                consoles[stream] = consoles["stdout"]
+                continue
+            target = console_target(stream, self._outputs[stream])
+            if target is None:
+                consoles[stream] = None
+                continue
+            sink = Sink(stream, CONSOLE_PATIENCE_S, self._note)
+            self._sinks.append(sink)
+            consoles[stream] = Console(sink, target)
+        return consoles
+
+    def _terminal_for(self, local_rank: int, rank: int, stream: str) -> int | None:
+        """The descriptor to pass through, where the only rank's stream is shown on a terminal and nowhere else."""
+        place = self._options.place(local_rank, rank, stream)
+        if not self._passes_terminal or place.to_file or place.prefix or not place.to_console:
+            return None
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            fd = self._outputs[stream].fileno()
+            return fd if os.isatty(fd) else None
+        return None
+
+    def _open_stream(
+        self, attempt: int, local_rank: int, rank: int, name: str, folder: Path | None, filtered: Path | None
+    ) -> int:
+        reader, writer = os.pipe()
+        with contextlib.suppress(OSError):  # over the user's share of pipe memory: 64 KiB do
+            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.set_blocking(reader, False)
+        stream = RankStream(
+            attempt,
+            reader,
+            self._options.place(local_rank, rank, name),
+            self._files,
+            self._consoles[name],
+            folder and folder / f"{name}.log",
+            filtered and filtered / f"filtered_{name}.log",
+        )
+        with self._changed:
+            self._streams.add(stream)
+            self._newest[local_rank, name] = stream
+        self._order(lambda: self._selector.register(reader, selectors.EVENT_READ, stream), 0.0)
+        return writer
+
+    def _of(self, attempt: int) -> list[RankStream]:
+        return [stream for stream in self._streams if stream.attempt == attempt]
+
+    def _note(self, text: str) -> None:
+        with self._changed:
+            self._notes.append(text)
+            self._unprinted.append(text)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _order(self, order: Callable[[], object], within_s: float) -> None:
+        """Have the pump's thread do something, and wait for that at most `within_s`."""
+        done = threading.Event()
+
+        def perform() -> None:
+            order()
+            done.set()
+
+        with self._changed:
+            self._orders.append(perform)
+        os.eventfd_write(self._wake_fd, 1)
+        if within_s:
+            done.wait(within_s)
+
+    # ------------------------------------------------------------------------------------------------- the pump's thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(self._until_next_partial()):
+                if key.data is None:
+                    os.eventfd_read(self._wake_fd)
+                elif not key.data.read(time.monotonic()):
+                    self._end(key.data)
+            self._perform_orders()
+            self._flush_partials()
+
+    def _until_next_partial(self) -> float | None:
+        since_s = min((s.partial_since_s for s in list(self._streams) if s.partial_since_s), default=None)
+        return None if since_s is None else max(0.0, since_s + PARTIAL_AFTER_S - time.monotonic())
+
+    def _flush_partials(self) -> None:
+        due_s = time.monotonic() - PARTIAL_AFTER_S
+        for stream in list(self._streams):
+            if stream.partial_since_s and stream.partial_since_s <= due_s:
+                stream.flush_partial()
+
+    def _perform_orders(self) -> None:
+        with self._changed:
+            orders, self._orders = self._orders, []
+            unprinted, self._unprinted = self._unprinted, []
+        for order in orders:
+            order()
+        for text in unprinted:
+            self.say(f"rsup: {text}")
+
+    def _end_all(self, streams: list[RankStream]) -> None:
+        for stream in streams:
+            self._end(stream)
+
+    def _end(self, stream: RankStream) -> None:
+        self._selector.unregister(stream.fd)
+        stream.close()
+        with self._changed:
+            self._streams.discard(stream)
+            self._changed.notify_all()

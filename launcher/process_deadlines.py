@@ -1,0 +1,120 @@
+"""The process machine's deadlines, all looked at in one place: the tick."""
+
+from msgspec.structs import replace
+
+from rsup.launcher.process_ending import HAS_PROCESSES, end_after_ranks, finish, kill_ranks, signal_ending
+from rsup.launcher.process_events import AgentState, Ending, Gap, Phase, Tick
+from rsup.launcher.process_turn import Turn
+from rsup.supervisor import wire
+
+SUSPENDED_AFTER_S = 1.0
+"""A tick later than this was not just a busy machine: this process did not run."""
+LEAVE_S = 10.0
+"""After a signal and with the ranks gone, the decider has this long to end the job in its own words."""
+HURRIED_LEAVE_S = 1.0
+SUCCEEDED_LEAVE_S = 15.0
+"""All ranks of the job were here and exited 0: nothing is left to decide, so a silent decider is not waited for."""
+STUCK_AFTER_S = 30.0
+"""A process that outlives its SIGKILL this long cannot be ended from here."""
+MAX_GAPS = 64
+
+
+def tick(turn: Turn, event: Tick) -> None:
+    """Do what time alone asks for."""
+    _account_for_suspension(turn)
+    _kill_when_due(turn)
+    _fence_when_due(turn)
+    _leave_when_due(turn)
+
+
+def _account_for_suspension(turn: Turn) -> None:
+    state, now_s = turn.state, turn.now.mono_s
+    late_s = now_s - state.tick_at
+    turn.set(tick_at=now_s)
+    if late_s <= SUSPENDED_AFTER_S:
+        return
+    gaps = (*state.gaps, Gap(int(state.tick_at * 1e9), int(now_s * 1e9)))
+    if len(gaps) > MAX_GAPS:  # two old ones become one that covers both: too much forgiven, never too little
+        gaps = (Gap(gaps[0].start_ns, gaps[1].end_ns), *gaps[2:])
+    stop = state.stop
+    if stop:
+        stop = replace(stop, kill_at=_later(stop.kill_at, late_s), killed_at=_later(stop.killed_at, late_s))
+    turn.set(
+        gaps=gaps,
+        stop=stop,
+        contact_at=state.contact_at + late_s,
+        failed_at=_later(state.failed_at, late_s),
+        leave_at=_later(state.leave_at, late_s),
+    )
+    if state.phase in HAS_PROCESSES:
+        turn.note("warning", f"the launcher did not run for {late_s:.1f} s (suspended?); every deadline was moved by that")
+
+
+def _later(at: float | None, by_s: float) -> float | None:
+    return None if at is None else at + by_s
+
+
+def _kill_when_due(turn: Turn) -> None:
+    state, now_s = turn.state, turn.now.mono_s
+    stop = state.stop
+    if stop is None or state.phase is not Phase.STOPPING:
+        return
+    if stop.killed_at is None and stop.kill_at is not None and now_s >= stop.kill_at:
+        kill_ranks(turn, f"{stop.why}; the grace is over")
+    elif stop.killed_at is not None and not stop.said_stuck and now_s >= stop.killed_at + STUCK_AFTER_S:
+        turn.set(stop=replace(stop, said_stuck=True))
+        pids = ", ".join(str(state.ranks[i].pid) for i in state.alive)
+        what = f"ranks (pid {pids}) do" if pids else "descendants of ranks do"
+        turn.note("error", f"{what} not die {STUCK_AFTER_S:.0f} s after SIGKILL: the node needs a look, perhaps a reboot")
+        if state.ending:
+            finish(turn, state.ending)
+
+
+def _fence_when_due(turn: Turn) -> None:
+    state = turn.state
+    fence_s = state.settings.fence_timeout_s
+    if fence_s is None or state.phase not in HAS_PROCESSES or turn.now.mono_s - state.contact_at < fence_s:
+        return
+    if state.stop is None or state.stop.killed_at is None:
+        turn.note("error", f"cut off from the supervisor for {fence_s:g} s: the ranks are killed (fence timeout)")
+        kill_ranks(turn, f"the supervisor was not heard for {fence_s:g} s (fence timeout)")
+
+
+def _leave_when_due(turn: Turn) -> None:
+    state, now_s = turn.state, turn.now.mono_s
+    silent_s = now_s - state.contact_at
+    settings = state.settings
+    if state.phase is Phase.ENDED or state.ending:
+        return
+    if state.leave_at is not None and state.phase not in HAS_PROCESSES:
+        if now_s >= state.leave_at:
+            finish(turn, signal_ending(turn, state.signum))
+    elif not state.joined:
+        if silent_s >= settings.join_timeout_s:
+            message = f"rsup: no supervisor answered within {settings.join_timeout_s:g} s; is its address right?"
+            finish(turn, Ending(wire.JobResult(1, message[6:], node=settings.node), message))
+    elif _succeeded_here(state) and silent_s >= min(SUCCEEDED_LEAVE_S, settings.supervisor_grace_s):
+        reason = "all ranks exited 0; the supervisor could not be told"
+        finish(turn, Ending(wire.JobResult(0, reason, attempts=state.attempt, node=settings.node), f"rsup: {reason}"))
+    elif _decision_is_due(state) and _waited_s(state, now_s) >= settings.supervisor_grace_s:
+        reason = f"a decision was due and the supervisor was not heard for {settings.supervisor_grace_s:g} s"
+        result = wire.JobResult(wire.EXIT_REQUEUE, reason, attempts=max(1, state.attempt), node=settings.node)
+        end_after_ranks(turn, Ending(result, f"rsup: {reason}; exit 88: please requeue"), settings.stop_grace_s, reason)
+
+
+def _succeeded_here(state: AgentState) -> bool:
+    whole_job = state.start is not None and state.start.world_size == len(state.ranks)
+    return state.phase is Phase.GONE and whole_job and all(rank.exit_code == 0 for rank in state.ranks)
+
+
+def _decision_is_due(state: AgentState) -> bool:
+    if state.phase is Phase.RUNNING:
+        return state.failed_at is not None
+    return state.phase is not Phase.STOPPING
+
+
+def _waited_s(state: AgentState, now_s: float) -> float:
+    since = state.contact_at
+    if state.phase is Phase.RUNNING and state.failed_at is not None:
+        since = max(since, state.failed_at)
+    return now_s - since

@@ -1,0 +1,97 @@
+"""How the process machine ends things: signals to ranks, the reaping of what they leave behind, the agent's own exit."""
+
+import signal
+
+from rsup.launcher.process_events import (
+    Ending,
+    Exit,
+    ObserveSections,
+    Phase,
+    PrintReport,
+    ReapAll,
+    SignalRanks,
+    Stop,
+    WriteResult,
+)
+from rsup.launcher.process_turn import Turn
+from rsup.supervisor import wire
+
+HAS_PROCESSES = (Phase.RUNNING, Phase.STOPPING)
+REAP_GRACE_S = 0.5
+"""What is left behind by ranks that ended by themselves or failed gets this long after SIGTERM."""
+
+
+def stop_ranks(turn: Turn, why: str, grace_s: float, signum: int = signal.SIGTERM, spare: tuple[int, ...] = ()) -> None:
+    """End the ranks: `signum` now, but not to those in `spare`; SIGKILL after `grace_s`. Repeated, it can only get shorter."""
+    if grace_s <= 0:
+        kill_ranks(turn, why)
+        return
+    now_s, before = turn.now.mono_s, turn.state.stop
+    if before and before.killed_at is not None:
+        return
+    kill_at = now_s + grace_s
+    if before and before.kill_at is not None:
+        kill_at = min(kill_at, before.kill_at)
+    turn.set(phase=Phase.STOPPING, stop=Stop(before.why if before else why, signum, kill_at))
+    to_signal = tuple(i for i in turn.state.alive if i not in spare and not turn.state.ranks[i].signalled)
+    _mark(turn, spare, why)
+    signal_ranks(turn, to_signal, signum, why)
+
+
+def kill_ranks(turn: Turn, why: str) -> None:
+    """SIGKILL to every session now."""
+    before = turn.state.stop
+    if before and before.killed_at is not None:
+        return
+    turn.set(phase=Phase.STOPPING, stop=Stop(before.why if before else why, signal.SIGKILL, None, killed_at=turn.now.mono_s))
+    signal_ranks(turn, turn.state.alive, signal.SIGKILL, why, whole_session=True)
+    if turn.state.reaping:
+        turn.do(ReapAll(turn.state.attempt, 0.0, why))
+
+
+def signal_ranks(turn: Turn, local_ranks: tuple[int, ...], signum: int, why: str, whole_session: bool = False) -> None:
+    _mark(turn, local_ranks, why)
+    ready = tuple(i for i in local_ranks if turn.state.ranks[i].pid)  # the others get it when they are spawned
+    if ready:
+        turn.do(SignalRanks(ready, signum, why, whole_session))
+
+
+def _mark(turn: Turn, local_ranks: tuple[int, ...], why: str) -> None:
+    for i in local_ranks:
+        rank = turn.state.ranks[i]
+        turn.set_rank(i, signalled=rank.signalled or why)
+
+
+def reap(turn: Turn, why: str) -> None:
+    """No rank is left: end what they left behind. A user's stop leaves it what remains of the grace."""
+    stop = turn.state.stop
+    grace_s = REAP_GRACE_S
+    if stop and stop.killed_at is not None:
+        grace_s = 0.0
+    elif stop and stop.kill_at is not None and turn.state.signum:
+        grace_s = max(0.0, stop.kill_at - turn.now.mono_s)
+    turn.set(phase=Phase.STOPPING, reaping=True)
+    turn.do(ObserveSections(turn.state.attempt))
+    turn.do(ReapAll(turn.state.attempt, grace_s, why))
+
+
+def end_after_ranks(turn: Turn, ending: Ending, grace_s: float, why: str) -> None:
+    """Go with `ending`, after the ranks if there are some."""
+    if turn.state.phase in HAS_PROCESSES:
+        turn.set(ending=ending, next_start=None)
+        stop_ranks(turn, why, grace_s)
+    else:
+        finish(turn, ending)
+
+
+def finish(turn: Turn, ending: Ending) -> None:
+    turn.set(phase=Phase.ENDED)
+    turn.do(WriteResult(ending.result))
+    if ending.report:
+        turn.do(PrintReport(ending.report))
+    turn.do(Exit(ending.result.exit_code, ending.result.reason))
+
+
+def signal_ending(turn: Turn, signum: int) -> Ending:
+    reason = f"told to stop by {signal.Signals(signum).name}"
+    return Ending(wire.JobResult(128 + signum, reason, attempts=turn.state.attempt, node=turn.state.settings.node))

@@ -1,0 +1,91 @@
+"""The part of the process machine that talks with ranks: what they declare and commit, what they are asked to do.
+
+A request is answered once: done when every rank that was asked has taken it up (or, asked to leave, has left); not done when
+the script does not poll for requests or its attempt ended first.
+"""
+
+from msgspec.structs import replace
+
+from rsup.launcher.process_events import AskRanks, Phase, RankMessage, Request
+from rsup.launcher.process_turn import Turn
+from rsup.supervisor import wire
+
+
+def ask_to_save(turn: Turn, command: wire.SaveCheckpoint) -> None:
+    """Pass a checkpoint request on, or answer why that is impossible. All ranks must take part: a save is collective."""
+    alive = turn.state.alive
+    takers = _takers(turn)
+    if turn.state.phase is not Phase.RUNNING or not alive:
+        _answer(turn, command.request_id, False, "no ranks are running")
+    elif len(takers) < len(alive):
+        _answer(turn, command.request_id, False, "the script takes no requests: its loop does not ask rsup.worker for them")
+    else:
+        _ask(turn, takers, command.request_id, False, command.reason)
+
+
+def ask_to_leave(turn: Turn, command: wire.StopTraining) -> tuple[int, ...]:
+    """Ask those ranks that take requests to save and leave; return them. The caller signals the others."""
+    takers = _takers(turn)
+    if takers:
+        _ask(turn, takers, command.request_id, True, command.reason)
+    else:
+        _answer(turn, command.request_id, True, "the script takes no requests: its ranks got SIGTERM")
+    return takers
+
+
+def hear(turn: Turn, event: RankMessage) -> None:
+    """A rank's packet."""
+    message, at_us = event.message, turn.now.wall_us
+    rank = turn.state.ranks[event.local_rank]
+    if isinstance(message, wire.RankHello):
+        turn.set_rank(event.local_rank, takes_requests=message.takes_requests)
+        if message.device_uuid:
+            turn.fact(wire.DeviceUsed(at_us, event.attempt, rank.rank, message.device_uuid))
+    elif isinstance(message, wire.RankCheckpoint):
+        turn.set_rank(event.local_rank, saved=rank.saved or bool(rank.signalled))
+        turn.fact(wire.CheckpointCommitted(at_us, event.attempt, message.iteration, message.path, message.duration_s))
+    elif isinstance(message, wire.RankDeclares):
+        turn.set_rank(event.local_rank, declared=message.exit_code, declared_reason=message.reason)
+    elif isinstance(message, wire.RankRequestDone):
+        _taken_up(turn, event.local_rank, message.request_id)
+    else:
+        turn.note(message.level, message.text, rank.rank)
+
+
+def rank_left(turn: Turn, local_rank: int) -> None:
+    """A rank ended: it counts as having taken up a request to leave, and never will take up another."""
+    for request in turn.state.requests:
+        if local_rank in request.waiting and request.leave:
+            _taken_up(turn, local_rank, request.request_id)
+
+
+def attempt_over(turn: Turn) -> None:
+    """Answer what is still open: the attempt has ended."""
+    for request in turn.state.requests:
+        _answer(turn, request.request_id, False, "the attempt ended before all ranks had taken it up")
+    turn.set(requests=())
+
+
+def _takers(turn: Turn) -> tuple[int, ...]:
+    return tuple(i for i in turn.state.alive if turn.state.ranks[i].takes_requests)
+
+
+def _ask(turn: Turn, local_ranks: tuple[int, ...], request_id: str, leave: bool, reason: str) -> None:
+    turn.set(requests=(*turn.state.requests, Request(request_id, leave, frozenset(local_ranks))))
+    turn.do(AskRanks(local_ranks, request_id, leave, reason))
+
+
+def _taken_up(turn: Turn, local_rank: int, request_id: str) -> None:
+    still_open = []
+    for request in turn.state.requests:
+        if request.request_id == request_id:
+            request = replace(request, waiting=request.waiting - {local_rank})
+            if not request.waiting:
+                _answer(turn, request_id, True, "")
+                continue
+        still_open.append(request)
+    turn.set(requests=tuple(still_open))
+
+
+def _answer(turn: Turn, request_id: str, done: bool, message: str) -> None:
+    turn.fact(wire.RequestDone(turn.now.wall_us, request_id, done, message))

@@ -1,0 +1,173 @@
+"""The processes of one attempt on this node: spawned together, signalled, and reaped with all that they left behind."""
+
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rsup.launcher.failure_report import read_error_file, telling_line
+from rsup.launcher.launch_options import LaunchOptions, rank_command
+from rsup.launcher.logs import LogPump, RankPipes
+from rsup.launcher.process_events import RankDied
+from rsup.launcher.processes import ProcessId, RankProcess, marked_processes, reap_everything, spawn_rank
+from rsup.launcher.rank_environment import SessionPlaces, rank_environment
+from rsup.launcher.reaping import open_process, send_signal
+from rsup.launcher.stacks import process_state
+from rsup.supervisor import wire
+
+REAP_STEP_S = 0.2
+"""One step of the reaping holds up the agent's loop at most this long."""
+DRAIN_S = 1.0
+LAST_LINES_S = 0.05
+"""How long the loop waits for the last lines of a rank that failed; a child of it may hold its pipes for ever."""
+
+
+class RankGroup:
+    """The ranks that one `StartAttempt` asked for. Use from the main thread: ranks die with the thread that starts them."""
+
+    def __init__(self, start: wire.StartAttempt, options: LaunchOptions, places: SessionPlaces, logs: LogPump) -> None:
+        self.start = start
+        self.processes: list[RankProcess] = []
+        self.started_ns: list[int] = []
+        self._options = options
+        self._places = places
+        self._logs = logs
+        self._error_files: list[Path | None] = []
+        self._reap_until_s: float | None = None
+        self._told_to_end = False
+
+    @property
+    def sessions(self) -> list[int]:
+        """Numbers of the ranks' sessions."""
+        return [process.pid for process in self.processes]
+
+    def spawn(self, inherited: Mapping[str, str]) -> tuple[int, ...]:
+        """Start all ranks; return their pids. Raise `RsupError` if one cannot be started: `reap` then ends the others."""
+        for local_rank in range(self.start.num_ranks):
+            pipes = self._logs.open_rank(self.start.attempt, local_rank, self.start.first_rank + local_rank)
+            try:
+                self.processes.append(self._spawn_one(inherited, local_rank, pipes))
+            finally:
+                pipes.close_writer_ends()
+            self.started_ns.append(time.monotonic_ns())
+            self._error_files.append(pipes.error_file)
+        return tuple(process.pid for process in self.processes)
+
+    def _spawn_one(self, inherited: Mapping[str, str], local_rank: int, pipes: RankPipes) -> RankProcess:
+        error_file = str(pipes.error_file) if pipes.error_file else ""
+        if pipes.error_file:
+            pipes.error_file.unlink(missing_ok=True)
+        environment = rank_environment(inherited, self._options, self.start, local_rank, self._places, error_file)
+        return spawn_rank(
+            rank_command(self._options),
+            environment,
+            local_rank=local_rank,
+            stdin=self._terminal(),
+            stdout_fd=pipes.stdout_fd,
+            stderr_fd=pipes.stderr_fd,
+        )
+
+    def _terminal(self) -> int | None:
+        """Standard input for a rank: the terminal for the only rank of a job, else nothing."""
+        return 0 if self.start.world_size == 1 and os.isatty(0) else None
+
+    def death_of(self, process: RankProcess, iteration: int, section: str) -> RankDied | None:
+        """What there is to say about a rank that ended; None if it still runs."""
+        status = process.exit_status()
+        if status is None:
+            return None
+        exit_code, signum = status
+        error, traceback, tail = "", "", ""
+        if exit_code:
+            self._logs.settle(process.local_rank, LAST_LINES_S)
+            tail = self._logs.tail(process.local_rank)
+            path = self._error_files[process.local_rank]
+            recorded = read_error_file(path) if path else None
+            error = recorded.line if recorded else telling_line(tail)
+            traceback = recorded.traceback if recorded else ""
+        return RankDied(
+            self.start.attempt,
+            process.local_rank,
+            exit_code,
+            signum,
+            iteration,
+            section,
+            wire.clip(error, 2000),
+            wire.clip(traceback, 16 * 1024),
+            wire.clip(tail, 16 * 1024),
+        )
+
+    def signal(self, local_ranks: Collection[int], signum: int, *, whole_session: bool, if_caught: bool) -> None:
+        """Signal those ranks; a stopped one is continued, so that it can die of it."""
+        for process in self.processes:
+            if process.local_rank not in local_ranks or (if_caught and not _catches(process.pid, signum)):
+                continue
+            if whole_session:
+                process.signal_session(signum)
+            else:
+                process.signal_leader(signum)
+            if signum != signal.SIGKILL and not if_caught and process_state(process.pid) == "T":
+                process.signal_session(signal.SIGCONT)
+
+    def begin_reaping(self, grace_s: float) -> None:
+        """SIGTERM to what the ranks left behind, SIGKILL after `grace_s`. Said again, it only shortens the grace."""
+        until_s = time.monotonic() + grace_s
+        self._reap_until_s = until_s if self._reap_until_s is None else min(self._reap_until_s, until_s)
+
+    @property
+    def is_reaping(self) -> bool:
+        """Whether `reap` has work."""
+        return self._reap_until_s is not None
+
+    def reap(self, keep: Collection[int]) -> bool:
+        """Go on reaping without blocking for long; True when nothing is left, and every rank's output has been read.
+
+        `keep`: helpers that are no descendants of ranks.
+        """
+        assert self._reap_until_s is not None
+        mark = self._places.agent_id
+        now_s = time.monotonic()
+        if now_s < self._reap_until_s:
+            left = marked_processes(mark, self.sessions, keep=keep)
+            if left and not self._told_to_end:
+                self._told_to_end = True
+                for found in left:
+                    _end_politely(found)
+            if left:
+                return False
+        if reap_everything(mark, self.sessions, now_s + REAP_STEP_S, keep=keep):
+            return False
+        self._logs.drain(self.start.attempt, DRAIN_S)
+        for process in self.processes:
+            process.close()
+        self._reap_until_s = None
+        return True
+
+
+def _end_politely(found: ProcessId) -> None:
+    pidfd = open_process(found)
+    if pidfd is not None:
+        send_signal(pidfd, signal.SIGTERM)
+        send_signal(pidfd, signal.SIGCONT)
+        os.close(pidfd)
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal: one at its default would only be killed by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def is_debugged(pid: int) -> bool:
+    """Whether a debugger, and not py-spy, traces the process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        tracer = next((line.split()[1] for line in status.splitlines() if line.startswith("TracerPid:")), "0")
+        return tracer != "0" and "py-spy" not in Path(f"/proc/{tracer}/comm").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,309 @@
+"""An agent's end of the link to its supervisor: one ZeroMQ DEALER whose identity is the agent's.
+
+Nothing here blocks: every send and receive returns at once, and what cannot be sent now stays in the spool. The owner polls
+`fileno()` for reading and calls `poll` when it is readable and at least every 0.5 s; it calls `send_report` every second, and
+at once after it put facts into the spool.
+
+Delivery: facts go out once per connection, in order, within a window; what is not acknowledged for `RESEND_S`, or when a
+supervisor has welcomed us anew, goes out again. The supervisor drops what it has. `Hello` is repeated until it is answered,
+and again when nothing was heard for `SILENCE_S`: the supervisor answers every report.
+"""
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from rsup.launcher.spool import Spool
+from rsup.supervisor import wire
+from rsup.supervisor.places import LinkKey
+from rsup.supervisor.wire import AgentInfo, JobSpec, MessageError, Order, RankBeat, Refusal, RsupError, ToAgent, Welcome
+
+HELLO_EVERY_S = 0.5
+HELLO_EVERY_MAX_S = 2.0
+SILENCE_S = 3.0
+RESEND_S = 2.0
+MAX_REPORT_FACTS = 256
+MAX_REPORT_BYTES = 1024 * 1024
+MAX_FACTS_IN_FLIGHT = 1024
+_MAX_MESSAGES_A_POLL = 256
+_FAILED_HANDSHAKES_OF_A_WRONG_KEY = 3
+_QUEUE_MESSAGES = 64
+
+_log = logging.getLogger(__name__)
+
+
+class LinkRefused(RsupError):
+    """The supervisor's end does not take our connection: the keys differ, or only one side has one."""
+
+
+class SupervisorClient:
+    """The link of one agent. `clock` is monotonic, in seconds. Single-threaded; `close` when done."""
+
+    def __init__(
+        self,
+        address: str,
+        agent: AgentInfo,
+        spec: JobSpec,
+        spool: Spool,
+        key: LinkKey | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.agent = agent
+        self.spec = spec
+        self.spool = spool
+        self.supervisor: wire.SupervisorInfo | None = None
+        """Who welcomed us last."""
+        self.last_heard_s: float | None = None
+        """Time by `clock` at which the supervisor was last heard, None: never."""
+        self.job_id = ""
+        """The job, once a supervisor has named it. `run` counts its runs."""
+        self.run = 0
+        self.num_bad_messages = 0
+        self._key = key
+        self._clock = clock
+        self._epoch = 0
+        self._attempt = 0
+        self._acked_command = 0
+        self._welcomed = False
+        self._context = zmq.Context(io_threads=1)
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._connect(address)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something to do."""
+        return self._epoll.fileno()
+
+    @property
+    def connected(self) -> bool:
+        """A supervisor has welcomed us and answers."""
+        return self._welcomed and self.last_heard_s is not None and self._clock() - self.last_heard_s < SILENCE_S
+
+    def use_address(self, address: str, key: LinkKey | None = None) -> None:
+        """Talk to the supervisor at `address` from now on. The same address: dial it anew."""
+        self._disconnect()
+        self._key = key
+        self._connect(address)
+
+    def poll(self) -> list[ToAgent]:
+        """Return what has come; send `Hello` where it is due. Raise `LinkRefused` if the keys do not fit at first contact."""
+        self._clear_wake()
+        self._read_monitor()
+        messages = self._receive()
+        now_s = self._clock()
+        if self._welcomed and self.last_heard_s is not None and now_s - self.last_heard_s >= SILENCE_S:
+            self._welcomed = False
+        self._say_hello_if_due(now_s)
+        if self._welcomed:
+            self._send_facts(now_s)
+        self._wake_if_readable()
+        return messages
+
+    def send_report(self, epoch: int, acked_command: int, beats: Sequence[RankBeat] = (), attempt: int | None = None) -> None:
+        """Send the sign of life with `beats`, and the facts that are due. `attempt`: whose ranks run here, 0 for none."""
+        self._epoch = epoch
+        self._acked_command = acked_command
+        if attempt is not None:
+            self._attempt = attempt
+        now_s = self._clock()
+        if not self._welcomed:
+            self._say_hello_if_due(now_s)
+        elif not self._send_facts(now_s, list(beats)):
+            self._send(wire.Report(self.agent.agent_id, epoch, acked_command, beats=list(beats)))
+        self._wake_if_readable()
+
+    def send_bye(self) -> None:
+        """Say that this agent goes. `close` gives it the time to get out."""
+        self._send(wire.Bye(self.agent.agent_id))
+
+    def close(self, linger_s: float = 0.2) -> None:
+        """Close the link; wait at most `linger_s` for what is still going out."""
+        self._disconnect(linger_ms=int(linger_s * 1000))
+        self._context.term()
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+    # ------------------------------------------------------------------------------------------------------- socket
+
+    def _connect(self, address: str) -> None:
+        self.address = address
+        self._welcomed = False
+        self._hello_at_s: float | None = None
+        self._hello_every_s = HELLO_EVERY_S
+        self._sent = self.spool.acked
+        self._ack_moved_s = self._clock()
+        self._failed_handshakes = 0
+        self._dialled_s = self._clock()
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.agent.agent_id.encode())
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000 if address.startswith("tcp:") else 50)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+        socket.setsockopt(zmq.IPV6, 1)
+        if address.startswith("tcp:"):
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        if self._key is not None and address.startswith("tcp:"):
+            socket.curve_serverkey = self._key.server_public
+            socket.curve_publickey = self._key.client_public
+            socket.curve_secretkey = self._key.client_secret
+        self._socket = socket
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket()
+        for fd in (socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD)):
+            assert isinstance(fd, int)
+            self._epoll.register(fd, select.EPOLLIN)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise wire.UsageError(f"{address!r} is no address of a supervisor: {error.strerror}") from None
+
+    def _disconnect(self, linger_ms: int = 0) -> None:
+        for fd in (self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD)):
+            assert isinstance(fd, int)
+            self._epoll.unregister(fd)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+
+    def _wake_if_readable(self) -> None:
+        """ZeroMQ's descriptor signals once: what arrived while we were sending must be signalled by us."""
+        readable = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if readable:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _send(self, message: msgspec.Struct) -> bool:
+        try:
+            self._socket.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    def _read_monitor(self) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return
+            kind = event["event"]
+            if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._failed_handshakes = 0
+                self._hello_at_s = None
+            elif kind == zmq.Event.DISCONNECTED:
+                self._welcomed = False
+            elif kind in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_AUTH):
+                self._refuse_key()
+            elif kind == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and self._key is not None:
+                self._failed_handshakes += 1
+                if self._failed_handshakes >= _FAILED_HANDSHAKES_OF_A_WRONG_KEY:
+                    self._refuse_key()
+
+    def _refuse_key(self) -> None:
+        """A supervisor that had welcomed us and now refuses is left to itself: training goes on, we keep dialling."""
+        if self.supervisor is None:
+            problem = "refuses our key" if self._key is not None else "asks for a key and we have none"
+            raise LinkRefused(
+                f"the supervisor at {self.address} {problem}; give both ends the same file with --key-file or RSUP_KEY_FILE"
+            )
+        if self._failed_handshakes <= _FAILED_HANDSHAKES_OF_A_WRONG_KEY:
+            _log.warning("the supervisor at %s does not take our key any more", self.address)
+
+    def _receive(self) -> list[ToAgent]:
+        messages: list[ToAgent] = []
+        for _ in range(_MAX_MESSAGES_A_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            try:
+                message = wire.decode_to_agent(frames[0])
+            except MessageError as error:
+                self.num_bad_messages += 1
+                if self.num_bad_messages & (self.num_bad_messages - 1) == 0:
+                    _log.warning("%d bad messages of the supervisor, the last: %s", self.num_bad_messages, error)
+                continue
+            self.last_heard_s = self._clock()
+            messages.append(self._take(message))
+        return messages
+
+    def _take(self, message: ToAgent) -> ToAgent:
+        if isinstance(message, Welcome):
+            if wire.common_version(message.speaks) is None:
+                return Refusal(1, f"the supervisor runs rsup {message.release}, this is {wire.RELEASE}: install one of the two")
+            self._take_welcome(message)
+        elif isinstance(message, Order):
+            self._take_ack(message.acked_fact)
+        return message
+
+    def _take_welcome(self, welcome: Welcome) -> None:
+        known = self.supervisor is not None and self.supervisor.instance == welcome.supervisor.instance
+        acked = welcome.acked_fact
+        if acked > self.spool.last or (acked < self.spool.acked and not known):
+            self.spool.rebase(acked)
+        else:
+            self.spool.acknowledge(acked)
+        self.supervisor = welcome.supervisor
+        self.job_id, self.run = welcome.job_id, welcome.run
+        self._welcomed = True
+        self._hello_every_s = HELLO_EVERY_S
+        self._sent = self.spool.acked
+        self._ack_moved_s = self._clock()
+
+    def _take_ack(self, acked: int) -> None:
+        before = self.spool.acked
+        self.spool.acknowledge(acked)
+        if self.spool.acked > before:
+            self._ack_moved_s = self._clock()
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    def _say_hello_if_due(self, now_s: float) -> None:
+        if self._welcomed or (self._hello_at_s is not None and now_s - self._hello_at_s < self._hello_every_s):
+            return
+        speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
+        hello = wire.Hello(speaks, wire.RELEASE, self.agent, self.spec, self._epoch, self._attempt, self.job_id, self.run)
+        if self._send(hello):
+            self._hello_at_s = now_s
+            self._hello_every_s = min(self._hello_every_s * 1.1, HELLO_EVERY_MAX_S)
+
+    def _send_facts(self, now_s: float, beats: list[RankBeat] | None = None) -> bool:
+        """Send the facts that are due, the first report with `beats`; False if there was nothing to send."""
+        self._sent = max(self._sent, self.spool.acked)
+        if self._sent == self.spool.acked:
+            self._ack_moved_s = now_s
+        elif now_s - self._ack_moved_s >= RESEND_S:
+            self._sent = self.spool.acked
+            self._ack_moved_s = now_s
+        sent_any = False
+        while self._sent < self.spool.last and self._sent - self.spool.acked < MAX_FACTS_IN_FLIGHT:
+            facts = self.spool.pending(self._sent, max_facts=MAX_REPORT_FACTS, max_bytes=MAX_REPORT_BYTES)
+            first = facts[0][0]
+            content = [fact for _, fact in facts]
+            report = wire.Report(self.agent.agent_id, self._epoch, self._acked_command, first, content, beats or [])
+            if not self._send(report):
+                break
+            beats = None
+            sent_any = True
+            self._sent = facts[-1][0]
+        return sent_any

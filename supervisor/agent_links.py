@@ -1,0 +1,57 @@
+"""What this process knows of an agent beside its state: when it was heard, what was sent to it, its latest beats.
+
+None of it is worth a transaction. It starts anew with each supervisor process: every agent then has its full time again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rsup.supervisor.states import AgentState, JobState, Role
+from rsup.supervisor.wire import RankBeat, Report
+
+
+@dataclass
+class AgentLink:
+    """One agent, as this process sees it. Times are monotonic seconds."""
+
+    heard_s: float
+    sent: int = 0
+    """The last command that has been sent."""
+    sent_s: float = 0.0
+    beats: Sequence[RankBeat] = ()
+    beats_s: float = 0.0
+
+
+@dataclass
+class LiveAgentBeats:
+    """The newest beats of one agent, and when they came, by this supervisor's monotonic clock."""
+
+    agent_id: str
+    node: str
+    at_s: float
+    beats: Sequence[RankBeat]
+
+
+def tells_something(state: JobState, agent: AgentState, report: Report) -> bool:
+    """Whether the core has to hear of a report: most only say that the agent lives, and that is kept here."""
+    if agent.role is Role.LOST or agent.number_commands or report.acked_command > agent.last_command:
+        return True
+    if agent.outbox and agent.outbox[0].sequence <= report.acked_command:
+        return True
+    if not report.beats or report.epoch != state.epoch:
+        return False
+    return not state.stepped or any(beat.iteration > state.attempt_iteration for beat in report.beats)
+
+
+def beat_row(one: LiveAgentBeats, beat: RankBeat) -> dict[str, object]:
+    """An entry of `BeatsSaved`."""
+    return {
+        "rank": beat.rank,
+        "node": one.node,
+        "iteration": beat.iteration,
+        "beat_age_s": beat.beat_age_s,
+        "main_beat_age_s": beat.main_beat_age_s,
+        "open_sections": [[section.name, section.age_s] for section in beat.open_sections],
+        "phase": beat.phase,
+        "pid": beat.pid,
+    }

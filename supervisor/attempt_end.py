@@ -1,0 +1,442 @@
+"""From "a rank failed" or "somebody said stop" to the next attempt or the job's end.
+
+A failure anywhere ends the attempt everywhere: `StopAttempt` to all at once, then nothing more until every rank is known gone;
+the restart policy speaks only then. A stop asked for gives the ranks time to save; no attempt follows. A lost node holds up a
+restart (its ranks may be alive: never two attempts) but not an end.
+"""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, signal_name
+from rsup.supervisor.records import IncidentSaved, RankSaved
+from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
+from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, Role, StopRequest
+from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import (
+    EXIT_REQUEUE,
+    EndJob,
+    JobResult,
+    RankExited,
+    RanksGone,
+    StopAttempt,
+    StopTraining,
+    clip,
+)
+
+UNKILLABLE_AFTER_S = 60.0
+"""How long after the grace ranks may take to be gone before the node is reported as stuck."""
+ESCALATE_AFTER_S = 10.0
+"""How long after a stop's grace agents are told to end the ranks themselves."""
+ESCALATED_GRACE_S = 5.0
+MAX_TAIL_CHARS = 4000
+MAX_ERROR_CHARS = 500
+MAX_TAILS = 8
+
+
+# -------------------------------------------------------------------------------------------------------------- failing
+
+
+def rank_exited(turn: Turn, agent_id: str, fact: RankExited) -> None:
+    """A rank's process ended. A failure ends the attempt; a clean exit while others run is normal."""
+    agent = turn.state.agents[agent_id]
+    if fact.rank in agent.exits:
+        return
+    _note_exit(turn, agent_id, agent, fact)
+    state = turn.state
+    text = exit_text(fact.rank, agent.info.node, state.agents[agent_id].exits[fact.rank])
+    blame = f"{text} (signalled by us: {fact.by_us})" if fact.by_us else text
+    failed = bool(fact.exit_code) and not fact.by_us
+    data: dict[str, object] = {
+        "exit_code": fact.exit_code,
+        "signal": fact.signal,
+        "iteration": fact.iteration,
+        "by_us": fact.by_us,
+    }
+    if failed:
+        data |= {"error": fact.error, "traceback": fact.traceback, "log_tail": clip(fact.log_tail)}
+    turn.log(
+        "RankExited",
+        blame,
+        "error" if failed and state.stop is None else "info",
+        at_us=fact.at_us,
+        rank=fact.rank,
+        node=agent.info.node,
+        data=data,
+    )
+    if fact.exit_code and state.phase in (Phase.STARTING, Phase.RUNNING):
+        _fail_by_exit(turn, agent_id, fact, text)
+    elif fact.saved and state.stop is not None:
+        turn.change(stop=replace(state.stop, saved=True))
+
+
+def _note_exit(turn: Turn, agent_id: str, agent: AgentState, fact: RankExited) -> None:
+    state = turn.state
+    keep_tail = fact.exit_code and not fact.by_us and state.num_ended - state.num_ok < MAX_TAILS
+    exit_ = RankExit(
+        order=state.num_ended + 1,
+        exit_code=fact.exit_code,
+        at_us=fact.at_us,
+        signal=fact.signal,
+        by_us=fact.by_us,
+        iteration=fact.iteration,
+        section=fact.section,
+        error=fact.error[:MAX_ERROR_CHARS],
+        log_tail=clip(fact.traceback or fact.log_tail, MAX_TAIL_CHARS) if keep_tail else "",
+        declared=fact.declared,
+        declared_reason=fact.declared_reason[:MAX_ERROR_CHARS],
+    )
+    turn.change_agent(agent_id, exits={**agent.exits, fact.rank: exit_})
+    turn.change(
+        num_ended=state.num_ended + 1,
+        num_ok=state.num_ok + (fact.exit_code == 0),
+        iteration=max(state.iteration, fact.iteration),
+        attempt_iteration=max(state.attempt_iteration, fact.iteration),
+        counts_iterations=state.counts_iterations or fact.iteration > 0,
+    )
+    local_rank = fact.rank - agent.first_rank
+    turn.record(
+        RankSaved(
+            job=state.key,
+            attempt=state.attempt,
+            rank=fact.rank,
+            node=agent.info.node,
+            pid=agent.pids[local_rank] if 0 <= local_rank < len(agent.pids) else 0,
+            device=agent.devices_used.get(fact.rank, ""),
+            exit_code=fact.exit_code,
+            signal=fact.signal,
+            reason=fact.by_us or exit_.error or fact.declared_reason,
+        )
+    )
+
+
+def _fail_by_exit(turn: Turn, agent_id: str, fact: RankExited, text: str) -> None:
+    agent = turn.state.agents[agent_id]
+    kind = "hang" if is_of_a_watchdog(fact.error) else "signal" if fact.signal else "exit"
+    fail_attempt(
+        turn,
+        kind,
+        text,
+        exit_code=passed_on(fact.exit_code, fact.declared),
+        section=fact.section,
+        rank=fact.rank,
+        node=agent.info.node,
+        incident=_exit_incident(turn.state, agent, fact.rank, agent.exits[fact.rank], kind, text),
+    )
+
+
+def _exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit, kind: str, text: str) -> IncidentSaved:
+    return IncidentSaved(
+        job=state.key,
+        incident=0,
+        attempt=state.attempt,
+        at_us=exit_.at_us,
+        kind=kind,
+        rank=rank,
+        node=agent.info.node,
+        device=agent.devices_used.get(rank, ""),
+        iteration=exit_.iteration,
+        exit_code=exit_.exit_code,
+        signal=exit_.signal,
+        signal_name=signal_name(exit_.signal),
+        section=exit_.section,
+        found_by="watchdog of a collective" if kind == "hang" else "exit of the process",
+        text=text,
+    )
+
+
+def fail_attempt(
+    turn: Turn,
+    kind: str,
+    text: str,
+    *,
+    exit_code: int = 1,
+    section: str = "",
+    rank: int | None = None,
+    node: str = "",
+    incident: IncidentSaved | None = None,
+    grace_s: Callable[[str], float] | None = None,
+) -> None:
+    """End the attempt on all nodes because of a failure; open its incident. `grace_s` per agent, default the job's."""
+    if turn.state.phase is Phase.STOPPING:
+        return
+    failure = Failure(kind=kind, at_us=turn.now.us, text=text, exit_code=exit_code, section=section, rank=rank, node=node)
+    turn.change(failure=failure)
+    if incident is None:
+        incident = IncidentSaved(turn.state.key, 0, turn.state.attempt, turn.now.us, kind, rank, node, found_by=kind, text=text)
+    open_incident(turn, incident)
+    graces_s = stop_attempt(turn, f"attempt {turn.state.attempt} has failed: {text}", grace_s)
+    turn.enter(Phase.STOPPING, turn.now.s + graces_s + UNKILLABLE_AFTER_S)
+
+
+def open_incident(turn: Turn, incident: IncidentSaved) -> None:
+    """Give the incident its number, record it, and keep it until the job has recovered."""
+    state = turn.state
+    lost = max(0, state.attempt_iteration - max(0, state.checkpoint)) if state.counts_iterations else None
+    incident = replace(
+        incident,
+        incident=state.num_incidents + 1,
+        iteration=incident.iteration or state.attempt_iteration,
+        detected_us=turn.now.us,
+        lost_iterations=lost,
+    )
+    turn.change(num_incidents=incident.incident, incident=incident)
+    turn.record(incident)
+
+
+def stop_attempt(turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None) -> float:
+    """Tell every node on which ranks may live to end them; return the longest grace given."""
+    state = turn.state
+    nodes, longest_s = [], 0.0
+    for agent_id, agent in list(state.agents.items()):
+        if agent.live_attempt and agent.live_attempt == state.attempt:
+            grace = state.spec.stop_grace_s if grace_s is None else grace_s(agent_id)
+            turn.command(agent_id, StopAttempt(0, reason, state.attempt, grace))
+            nodes.append(agent.info.node)
+            longest_s = max(longest_s, grace)
+    if nodes:
+        turn.log("StopAttempt", f"ending the ranks on {', '.join(nodes)}: {reason}", data={"grace_s": longest_s})
+    return longest_s
+
+
+def ranks_gone(turn: Turn, agent_id: str, fact: RanksGone) -> None:
+    """No process of that attempt is left on a node."""
+    agent = turn.state.agents[agent_id]
+    if not agent.live_attempt or fact.attempt < agent.live_attempt:
+        return
+    agent = turn.change_agent(agent_id, live_attempt=0)
+    turn.log(
+        "RanksGone",
+        f"all ranks of attempt {fact.attempt} on {agent.info.node} are gone",
+        at_us=fact.at_us,
+        node=agent.info.node,
+    )
+    current = fact.attempt == turn.state.attempt and agent.group_rank >= 0
+    finished = len(agent.exits) >= agent.info.num_ranks or (
+        turn.state.adopted and not any(e.exit_code for e in agent.exits.values())
+    )
+    if current and not finished and turn.state.phase in LIVE_PHASES:
+        text = f"the ranks on {agent.info.node} are gone and nobody saw how"
+        fail_attempt(turn, "agent-lost", text, node=agent.info.node)
+
+
+# ------------------------------------------------------------------------------------------------------------- stopping
+
+
+def stop_training(turn: Turn, stop: StopRequest, except_agent: str = "") -> None:
+    """End the job because somebody said so: the ranks may save and leave. `except_agent` has told its own ranks already."""
+    state = turn.state
+    turn.change(stop=stop)
+    turn.log("StopRequested", stop.reason, "warning", principal=stop.principal)
+    if state.phase is Phase.STOPPING:
+        return
+    grace_s = state.spec.stop_grace_s
+    if state.phase is Phase.COLLECTING:
+        stop_attempt(turn, stop.reason)
+    else:
+        for agent_id, agent in list(state.agents.items()):
+            if agent.live_attempt == state.attempt and agent.live_attempt and agent_id != except_agent:
+                turn.command(agent_id, StopTraining(0, stop.reason, stop.request_id, grace_s))
+    turn.enter(Phase.STOPPING, turn.now.s + grace_s + ESCALATE_AFTER_S)
+
+
+# ------------------------------------------------------------------------------------------- when the ranks are all gone
+
+
+def settle_stopping(turn: Turn) -> None:
+    """Go on once every rank is gone; look after those that do not go."""
+    state = turn.state
+    if any(agent.live_attempt and agent.reachable for agent in state.agents.values()):
+        all_ended = state.stop is not None and state.store_bound and not state.adopted and state.num_ended >= state.world_size
+        if all_ended:
+            conclude(turn)
+        elif state.deadline_s is not None and turn.now.s >= state.deadline_s:
+            _overstayed(turn)
+        return
+    unknown = [agent.info.node for agent in state.agents.values() if agent.live_attempt]
+    if not unknown or state.stop is not None or not _verdict(state)[0].restart:
+        conclude(turn)
+    elif not state.blocked:
+        turn.change(blocked=True)
+        nodes = ", ".join(sorted(unknown))
+        text = f"ranks of attempt {state.attempt} may be alive on {nodes}, which does not answer"
+        turn.log("AttemptBlocked", f"{text}: no new attempt until it does or is fenced", "warning")
+
+
+def _overstayed(turn: Turn) -> None:
+    state = turn.state
+    if state.stop is not None and not state.stop.escalated and state.failure is None:
+        turn.change(stop=replace(state.stop, escalated=True))
+        stop_attempt(turn, f"the ranks did not leave in time: {state.stop.reason}", lambda _: ESCALATED_GRACE_S)
+        turn.change(deadline_s=turn.now.s + ESCALATED_GRACE_S + UNKILLABLE_AFTER_S)
+        return
+    nodes = ", ".join(sorted(a.info.node for a in state.agents.values() if a.live_attempt and a.reachable))
+    text = f"ranks on {nodes} cannot be ended: the node needs to be recycled"
+    turn.log("RanksStuck", text, "error")
+    code = state.stop.exit_code if state.stop is not None else EXIT_REQUEUE
+    _close_attempt(turn, "stopped" if state.stop is not None else "failed", text)
+    end_job(turn, code, text)
+
+
+def conclude(turn: Turn) -> None:
+    """The attempt is over: name its first mover, then restart or end the job."""
+    state = turn.state
+    if state.failure is not None:
+        _name_first_mover(turn)
+    if state.stop is not None:
+        clean = state.stop.saved and state.num_ok == state.world_size and state.failure is None
+        tail = "all ranks saved and left" if clean else "no durable save was reported, or not all ranks left cleanly"
+        _close_attempt(turn, "stopped", state.stop.reason)
+        end_job(turn, 0 if clean else state.stop.exit_code, f"{state.stop.reason}: {tail}")
+        return
+    failure = turn.state.failure
+    assert failure is not None
+    verdict, budget = _verdict(turn.state)
+    _close_attempt(turn, {"hang": "hung", "agent-lost": "lost"}.get(failure.kind, "failed"), failure.text)
+    turn.change(budget=budget)
+    if not verdict.restart:
+        end_job(turn, verdict.exit_code, f"{failure.text}; {verdict.reason}", failure.rank, failure.node)
+        return
+    turn.log("Restart", f"{verdict.reason}, after: {failure.text}", "warning", data={"delay_s": verdict.delay_s})
+    if verdict.delay_s > 0:
+        turn.enter(Phase.WAITING, turn.now.s + verdict.delay_s)
+    else:
+        reform(turn)
+
+
+def reform(turn: Turn) -> None:
+    """Bring the nodes together for the next attempt."""
+    turn.enter(Phase.FORMING, turn.now.s + turn.state.spec.join_timeout_s)
+
+
+def _exits(state: JobState) -> list[tuple[int, RankExit, AgentState]]:
+    return [(rank, exit_, agent) for agent in state.agents.values() for rank, exit_ in agent.exits.items()]
+
+
+def _name_first_mover(turn: Turn) -> None:
+    """The first failure to arrive may have been a victim's: look again now that all are known."""
+    state = turn.state
+    assert state.failure is not None
+    if (
+        state.failure.kind not in ("exit", "signal", "hang")
+        or state.incident is None
+        or state.incident.attempt != state.attempt
+    ):
+        return
+    exits = _exits(state)
+    first = first_mover((rank, exit_) for rank, exit_, _ in exits)
+    if first is None or (state.failure.kind == "hang" and state.incident.stacks):
+        return
+    rank, exit_ = first
+    agent = next(a for r, _, a in exits if r == rank)
+    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
+    text = exit_text(rank, agent.info.node, exit_)
+    victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
+    incident = replace(
+        _exit_incident(state, agent, rank, exit_, kind, text),
+        incident=state.incident.incident,
+        iteration=exit_.iteration or state.incident.iteration,
+        detected_us=state.incident.detected_us,
+        lost_iterations=state.incident.lost_iterations,
+        victims=victims,
+    )
+    failure = replace(
+        state.failure,
+        kind=kind,
+        text=text,
+        exit_code=passed_on(exit_.exit_code, exit_.declared),
+        section=exit_.section,
+        rank=rank,
+        node=agent.info.node,
+    )
+    if rank != state.failure.rank:
+        turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
+    turn.change(failure=failure, incident=incident)
+    turn.record(incident)
+
+
+def _verdict(state: JobState) -> tuple[Verdict, Budget]:
+    failure = state.failure
+    assert failure is not None
+    first = first_mover((rank, exit_) for rank, exit_, _ in _exits(state)) if failure.kind in ("exit", "signal") else None
+    exit_ = first[1] if first is not None else None
+    code = passed_on(exit_.exit_code, exit_.declared) if exit_ is not None else failure.exit_code
+    error = exit_.error if exit_ is not None else ""
+    failed = FailedAttempt(
+        exit_code=code,
+        signature=signature(failure.kind, code, exit_.section if exit_ is not None else failure.section, error),
+        declared=exit_.declared if exit_ is not None else 0,
+        declared_reason=exit_.declared_reason if exit_ is not None else "",
+        checkpoint=state.checkpoint,
+        iteration=state.iteration,
+        ran_s=failure.at_us / 1e6 - (state.running_us or failure.at_us) / 1e6,
+        counts_iterations=state.counts_iterations,
+    )
+    return judge(state.spec.policy, state.budget, failed)
+
+
+def _close_attempt(turn: Turn, outcome: str, reason: str) -> None:
+    state = turn.state
+    if state.current is None or state.current.outcome != "running":
+        return
+    first_step_us = state.current.first_step_us
+    if first_step_us is None and not state.counts_iterations:
+        first_step_us = state.running_us
+    current = replace(
+        state.current,
+        outcome=outcome,
+        reason=reason,
+        stopped_us=turn.now.us,
+        first_step_us=first_step_us,
+        last_iteration=state.attempt_iteration,
+    )
+    turn.change(current=current)
+    turn.record(current)
+
+
+# --------------------------------------------------------------------------------------------------------------- ending
+
+
+def succeed(turn: Turn) -> None:
+    """Every rank of every node has exited 0."""
+    _close_attempt(turn, "succeeded", "every rank exited 0")
+    end_job(turn, 0, "every rank exited 0")
+
+
+def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, node: str = "") -> None:
+    """The job is over: tell every agent that may still listen, spares and lost ones too."""
+    state = turn.state
+    result = JobResult(exit_code, reason, rank, max(1, state.attempt), node)
+    report = _report(state, result)
+    turn.enter(Phase.ENDED)
+    turn.change(result=result, ended_us=turn.now.us, reason=reason)
+    for agent_id, agent in list(turn.state.agents.items()):
+        if not agent.dead and not any(isinstance(c, EndJob) for c in agent.outbox):
+            turn.command(agent_id, EndJob(0, reason, result, report))
+    text = f"job {state.key.job_id} ended with exit code {exit_code}: {reason}"
+    turn.log("JobEnded", text, "info" if exit_code == 0 else "error", rank=rank, node=node, data={"exit_code": exit_code})
+
+
+def _report(state: JobState, result: JobResult) -> str:
+    """Text for the terminal: what failed, where, why; empty after success."""
+    if result.exit_code == 0:
+        return ""
+    lines = [f"rsup: job {state.key.job_id} ends with exit code {result.exit_code}: {result.reason}"]
+    exits = sorted(_exits(state), key=lambda item: item[1].order)
+    failing = [(rank, exit_, agent) for rank, exit_, agent in exits if exit_.exit_code and not exit_.by_us]
+    for rank, exit_, agent in failing[:MAX_TAILS]:
+        mark = "first" if rank == result.rank else "then"
+        lines.append(f"  {mark}: {exit_text(rank, agent.info.node, exit_)}")
+        if exit_.log_tail and (rank == result.rank or len(failing) == 1):
+            lines += [f"    | {line}" for line in exit_.log_tail.splitlines()[-20:]]
+    if len(failing) > MAX_TAILS:
+        lines.append(f"  and {len(failing) - MAX_TAILS} more ranks")
+    killed = sum(1 for _, exit_, _ in exits if exit_.by_us)
+    if killed:
+        lines.append(f"  {killed} ranks were ended by us after that")
+    gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
+    if gone:
+        lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")
+    lines.append(f"  the whole story: rsup events {state.key.job_id}")
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+"""From "these agents" to "every rank runs": the attempt's store first, then one `StartAttempt` to all.
+
+Each start has a new attempt number, a new epoch and a new store. The store is bound on the first node before any rank is
+started anywhere (a probed port can be lost between probe and bind). An attempt that a forgetful supervisor finds running is
+adopted as it is: when in doubt, training goes on.
+"""
+
+from msgspec.structs import replace
+
+from rsup.supervisor import records
+from rsup.supervisor.attempt_end import fail_attempt
+from rsup.supervisor.records import AttemptSaved, RankSaved
+from rsup.supervisor.states import AgentState, Observed, Phase, Role
+from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
+
+
+def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
+    """Start the next attempt with these agents, in this order of group ranks."""
+    first_rank = 0
+    for agent_id, agent in list(turn.state.agents.items()):
+        if agent_id not in member_ids:
+            _leave_out(turn, agent_id, agent)
+    for group_rank, agent_id in enumerate(member_ids):
+        agent = turn.state.agents[agent_id]
+        turn.put_agent(agent_id, _fresh(agent, Role.ACTIVE, group_rank, first_rank))
+        first_rank += agent.info.num_ranks
+        turn.see_node(agent_id)
+    _number(turn, first_rank, [turn.state.agents[agent_id].info.node for agent_id in member_ids])
+    nodes = ", ".join(turn.state.current.nodes if turn.state.current else [])
+    reason = f"attempt {turn.state.attempt} is to start on {nodes} with {first_rank} ranks"
+    turn.command(member_ids[0], HostStore(0, reason, turn.state.attempt, turn.state.spec.master_port))
+    turn.log("HostStore", reason, node=turn.state.agents[member_ids[0]].info.node)
+
+
+def _leave_out(turn: Turn, agent_id: str, agent: AgentState) -> None:
+    if agent.role is Role.GONE:
+        if agent.group_rank >= 0:
+            turn.put_agent(agent_id, _fresh(agent, Role.GONE, -1, 0))
+        return
+    was_member = agent.group_rank >= 0 or not agent.parked
+    turn.put_agent(agent_id, _fresh(agent, Role.LOST if agent.role is Role.LOST else Role.SPARE, -1, 0))
+    if was_member:
+        turn.change_agent(agent_id, parked=True)
+        reason = f"node {agent.info.node} is a spare: attempt {turn.state.attempt + 1} has all the nodes that it needs"
+        turn.command(agent_id, Park(0, reason))
+        turn.log("Park", reason, node=agent.info.node)
+        turn.see_node(agent_id)
+
+
+def _fresh(agent: AgentState, role: Role, group_rank: int, first_rank: int) -> AgentState:
+    return replace(
+        agent,
+        role=role,
+        parked=agent.parked and group_rank < 0,
+        previous_rank=agent.group_rank,
+        group_rank=group_rank,
+        first_rank=first_rank,
+        started=False,
+        pids=[],
+        exits={},
+        devices_used={},
+        stacks=None,
+        stepped=False,
+        first_iteration=0,
+    )
+
+
+def _number(turn: Turn, world_size: int, nodes: list[str]) -> None:
+    state = turn.state
+    current = AttemptSaved(
+        job=state.key,
+        attempt=state.attempt + 1,
+        epoch=state.epoch + 1,
+        started_us=turn.now.us,
+        world_size=world_size,
+        nodes=nodes,
+        start_iteration=max(0, state.checkpoint),
+    )
+    turn.enter(Phase.STARTING)
+    _reset(turn, current)
+    turn.record(current)
+
+
+def _reset(turn: Turn, current: AttemptSaved) -> None:
+    turn.change(
+        attempt=current.attempt,
+        epoch=current.epoch,
+        adopted=False,
+        current=current,
+        world_size=current.world_size,
+        num_ended=0,
+        num_ok=0,
+        num_overdue_logged=0,
+        store_bound=False,
+        started_s=turn.now.s,
+        running_us=None,
+        stepped=False,
+        attempt_iteration=0,
+        failure=None,
+        overdue={},
+        suspected=[],
+        observed=Observed(),
+    )
+
+
+def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
+    """The store is there: start the ranks of all nodes."""
+    state = turn.state
+    if state.store_bound:
+        return
+    turn.change(store_bound=True)
+    active = state.active
+    reason = f"attempt {state.attempt} starts: {state.world_size} ranks on {len(active)} nodes, store {fact.host}:{fact.port}"
+    for member_id, member in active:
+        turn.change_agent(member_id, live_attempt=state.attempt)
+        turn.command(
+            member_id,
+            StartAttempt(
+                0,
+                reason,
+                attempt=state.attempt,
+                epoch=state.epoch,
+                first_rank=member.first_rank,
+                num_ranks=member.info.num_ranks,
+                world_size=state.world_size,
+                group_rank=member.group_rank,
+                group_world_size=len(active),
+                master_addr=fact.host,
+                master_port=fact.port,
+                job_id=state.key.job_id,
+                run=state.key.run,
+                max_restarts=state.spec.policy.max_restarts,
+                limits=state.limits,
+            ),
+        )
+    turn.log("StartAttempt", reason, data={"store": f"{fact.host}:{fact.port}", "nodes": [a.info.node for _, a in active]})
+
+
+def start_failed(turn: Turn, agent_id: str, fact: StartFailed) -> None:
+    """The store or the ranks could not be started on a node."""
+    node = turn.state.agents[agent_id].info.node
+    text = f"attempt {fact.attempt} could not be started on {node}: {fact.message}"
+    fail_attempt(turn, "start-failed", text, exit_code=fact.exit_code or 1, node=node)
+
+
+def attempt_started(turn: Turn, agent_id: str, fact: AttemptStarted) -> None:
+    """All ranks of a node have been spawned."""
+    agent = turn.change_agent(agent_id, started=True, pids=fact.pids)
+    for local_rank, pid in enumerate(fact.pids):
+        rank = agent.first_rank + local_rank
+        if rank not in agent.exits:
+            device = agent.devices_used.get(rank, "")
+            turn.record(RankSaved(turn.state.key, turn.state.attempt, rank, agent.info.node, pid, device))
+    text = f"{len(fact.pids)} ranks run on {agent.info.node}"
+    turn.log("AttemptStarted", text, at_us=fact.at_us, node=agent.info.node, data={"pids": fact.pids})
+
+
+def all_started(turn: Turn) -> None:
+    """Enter `running` once every node has started its ranks."""
+    state = turn.state
+    members = [agent for agent in state.agents.values() if agent.group_rank >= 0]
+    if state.store_bound and members and all(agent.started or agent.role is Role.GONE for agent in members):
+        turn.enter(Phase.RUNNING)
+        turn.change(running_us=turn.now.us)
+        turn.log("AttemptRunning", f"attempt {state.attempt} runs: {state.world_size} ranks on {len(members)} nodes")
+
+
+def device_used(turn: Turn, agent_id: str, fact: DeviceUsed) -> None:
+    """A rank has found out which device it really uses."""
+    agent = turn.state.agents[agent_id]
+    turn.change_agent(agent_id, devices_used={**agent.devices_used, fact.rank: fact.uuid})
+    local_rank = fact.rank - agent.first_rank
+    pid = agent.pids[local_rank] if 0 <= local_rank < len(agent.pids) else 0
+    if fact.rank not in agent.exits:
+        turn.record(RankSaved(turn.state.key, turn.state.attempt, fact.rank, agent.info.node, pid, fact.uuid))
+    turn.record(
+        records.DeviceSeen(
+            fact.uuid, fact.at_us, agent.info.node, job=turn.state.key, attempt=turn.state.attempt, rank=fact.rank
+        )
+    )
+
+
+def adopt(turn: Turn, hello: Hello) -> None:
+    """Take an attempt over that is running although this store knows nothing of it (or only of older ones)."""
+    info = hello.agent
+    if not (turn.state.adopted and turn.state.attempt == hello.attempt and turn.state.epoch == hello.epoch):
+        current = AttemptSaved(turn.state.key, hello.attempt, hello.epoch, turn.now.us, reason="adopted", world_size=0)
+        turn.enter(Phase.RUNNING)
+        _reset(turn, current)
+        turn.change(adopted=True, store_bound=True)
+    before = turn.state.agents.get(info.agent_id)
+    known = before is not None and before.group_rank >= 0
+    joined = before.joined if before is not None else turn.state.num_joined + 1
+    group_rank = info.node_rank if info.node_rank >= 0 else joined - 1
+    agent = AgentState(
+        info=replace(info, devices=[]),
+        role=Role.ACTIVE,
+        joined=joined,
+        acked_fact=before.acked_fact if before is not None else 0,
+        devices=[device.uuid for device in info.devices],
+        number_commands=True,
+        live_attempt=hello.attempt,
+        group_rank=group_rank,
+        started=True,
+    )
+    turn.put_agent(info.agent_id, agent)
+    state = turn.state
+    assert state.current is not None
+    nodes = [*state.current.nodes, info.node] if info.node not in state.current.nodes or not known else state.current.nodes
+    world_size = sum(a.info.num_ranks for a in state.agents.values() if a.live_attempt == hello.attempt)
+    current = replace(state.current, nodes=nodes, world_size=world_size)
+    turn.change(current=current, world_size=world_size, num_joined=max(state.num_joined, joined))
+    turn.record(current)
+    turn.see_node(info.agent_id)
+    text = f"attempt {hello.attempt} was found running on {info.node}, unknown to this store: it goes on under this supervisor"
+    turn.log("AttemptAdopted", text, "warning", node=info.node)

@@ -1,0 +1,230 @@
+"""One supervisor process: what it owns, in which order it starts, what it does each turn, and how it ends."""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rsup.supervisor import daemon_files, places, wire
+from rsup.supervisor.config import Settings
+from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.rpc_server import RpcServer
+from rsup.supervisor.wire import Hello, RsupError
+
+if TYPE_CHECKING:
+    from rsup.supervisor.daemon_turns import Turns
+    from rsup.supervisor.store_opening import OpenedStore
+
+LOCK_WITHIN_S = 2.0
+REFUSE_FOR_S = 5.0
+FOUND_WITHIN_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class AlreadyRuns(RsupError):
+    """A supervisor of this state directory runs on this host already."""
+
+
+class Daemon:
+    """Runs in the main thread; `run` may be called once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._state = settings.state_path
+        self._instance = os.urandom(8).hex()
+        self._told_to_stop = False
+        self._server: RpcServer | None = None
+
+    def run(self) -> int:
+        """Until told to stop, or idle for long enough; the exit code."""
+        os.umask(0o077)
+        with contextlib.suppress(FileNotFoundError):
+            places.make_state_dir(self._state)
+        own_dir = places.supervisor_runtime_dir(self._state)
+        if daemon_files.lock_alone(own_dir / "lock", within_s=LOCK_WITHIN_S) is None:
+            return self._not_the_first()
+        self._start_logging(own_dir)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop_on_signal)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        daemon_files.allow_many_connections()
+        self._server = server = RpcServer(self._link_key())
+        try:
+            rpc = self._bind(server)
+            return self._serve(server, rpc)
+        finally:
+            server.close()
+
+    # ------------------------------------------------------------------------------------------------------- starting
+
+    def _not_the_first(self) -> int:
+        if self._settings.embedded:
+            return 0
+        found = places.read_supervisor_file(self._state)
+        who = f" with pid {found.pid}" if found else ""
+        raise AlreadyRuns(f"a supervisor{who} serves {self._state} already; stop it or choose another --state-dir")
+
+    def _start_logging(self, own_dir: Path) -> None:
+        if self._settings.embedded:
+            daemon_files.log_to([self._state, own_dir], debug=self._settings.debug)
+        else:
+            daemon_files.log_with(logging.StreamHandler(), debug=self._settings.debug)
+
+    def _link_key(self) -> places.LinkKey | None:
+        """The key of TCP; a new one where other hosts are to come that can read it in the state directory."""
+        if not self._settings.key_file and not os.environ.get("RSUP_KEY_FILE") and self._serves_other_hosts():
+            try:
+                daemon_files.make_key(self._state)
+            except places.PlaceError as error:
+                if not self._settings.embedded:
+                    raise
+                _log.warning("%s", error)
+        secret = places.find_secret(self._state, self._settings.key_file or None)
+        return None if secret is None else places.link_key(secret)
+
+    def _serves_other_hosts(self) -> bool:
+        if not self._settings.embedded:
+            return bool(self._settings.rpc_listen) or any(address.startswith("tcp:") for address in self._settings.rpc)
+        from rsup.supervisor.state_disk import is_network_file_system
+
+        return is_network_file_system(self._state)
+
+    def _bind(self, server: RpcServer) -> str:
+        """Bind what the settings name; return the address for agents of this host."""
+        addresses = list(self._settings.rpc) or [places.embedded_address(self._state)]
+        bound = [server.bind(address) for address in addresses]
+        for endpoint in self._settings.rpc_listen:
+            server.listen(endpoint)
+        if self._settings.embedded and self._serves_other_hosts():
+            try:
+                server.bind("tcp://*:0")
+            except RsupError as error:
+                _log.warning("other hosts cannot use this supervisor: %s", error)
+        return bound[0]
+
+    def _serve(self, server: RpcServer, rpc: str) -> int:
+        from rsup.supervisor.store import StoreHeld
+
+        try:
+            opened, turns = self._start_turns(server, rpc)
+        except StoreHeld as held:
+            return self._leave_it_to(held, server)
+        try:
+            self._announce(turns, opened, rpc)
+            while not self._told_to_stop and not turns.is_over():
+                turns.one()
+            _log.info("ending: %s", "told to" if self._told_to_stop else "no job is left")
+            return 0
+        finally:
+            daemon_files.tell_systemd("STOPPING=1")
+            self._withdraw()
+            turns.close()
+            server.close()
+            opened.store.close()
+
+    def _start_turns(self, server: RpcServer, rpc: str) -> "tuple[OpenedStore, Turns]":
+        """The store and the loop on it; for an embedded supervisor on another store where the usual one cannot be used."""
+        from rsup.supervisor import store_opening
+        from rsup.supervisor.daemon_turns import Turns
+        from rsup.supervisor.lease import LeaseHolder
+        from rsup.supervisor.store import StoreError, StoreHeld
+
+        holder = LeaseHolder.this_process(self._instance, self._public_rpc(rpc), "")
+        target = self._settings.database_url or self._state / "rsup.db"
+        try:
+            opened = store_opening.open_usual(target, holder, embedded=self._settings.embedded)
+            try:
+                return opened, Turns(self._settings, server, opened, self._instance)
+            except BaseException:
+                opened.store.close()
+                raise
+        except StoreHeld:
+            raise
+        except StoreError as error:
+            if not self._settings.embedded:
+                raise
+            _log.error("%s", error)
+            opened = store_opening.open_fallback(self._state, holder, str(error))
+            _log.warning("going on with %s", opened.place)
+            return opened, Turns(self._settings, server, opened, self._instance)
+
+    def _public_rpc(self, rpc: str) -> str:
+        """The address that other hosts use, where there is one, else `rpc`."""
+        assert self._server is not None
+        tcp = self._server.tcp_address()
+        if not tcp:
+            return rpc
+        host, port = places.split_endpoint(tcp.removeprefix("tcp://"))
+        return places.tcp_address(places.this_host() if host in ("0.0.0.0", "::", "*") else host, port)
+
+    def _leave_it_to(self, held: RsupError, server: RpcServer) -> int:
+        """Another process holds the store. Agents find it by `supervisor.json`, which it may be about to write; if it does
+        not, agents are told, but for those whose ranks run: they ask again later."""
+        if not self._settings.embedded:
+            raise held
+        started_s = now_s = time.monotonic()
+        while now_s - started_s < REFUSE_FOR_S and not self._told_to_stop:
+            if self._holder_can_be_found():
+                return 0
+            if now_s - started_s >= FOUND_WITHIN_S:
+                for received in server.receive(0.1):
+                    if isinstance(received.message, Hello) and not received.message.attempt:
+                        server.refuse(received.agent_id, 1, str(held))
+            else:
+                time.sleep(0.05)
+            now_s = time.monotonic()
+        _log.error("%s", held)
+        return held.exit_code
+
+    def _holder_can_be_found(self) -> bool:
+        found = places.read_supervisor_file(self._state)
+        if found is None:
+            return False
+        if found.host != places.this_host():
+            return bool(found.rpc_tcp)
+        return process_start_ticks(found.pid) == found.start_ticks
+
+    # ------------------------------------------------------------------------------------------------ telling and ending
+
+    def _announce(self, turns: "Turns", opened: "OpenedStore", rpc: str) -> None:
+        """Say where we are; whatever of that fails costs no job anything."""
+        assert self._server is not None
+        tcp = self._public_rpc(rpc)
+        rest = turns.rest.address if turns.rest else ""
+        file = places.SupervisorFile(
+            pid=os.getpid(),
+            start_ticks=process_start_ticks(os.getpid()),
+            host=places.this_host(),
+            boot_id=places.boot_id(),
+            instance=self._instance,
+            rpc=rpc,
+            rest=rest,
+            embedded=self._settings.embedded,
+            rpc_tcp=tcp if tcp.startswith("tcp:") else "",
+        )
+        try:
+            file.write(self._state)
+        except OSError as error:
+            _log.warning("cannot write %s: %s", self._state / "supervisor.json", error.strerror)
+        try:
+            opened.announce(tcp, rest)
+        except (RsupError, OSError) as error:
+            _log.warning("cannot tell in the lease where this supervisor answers: %s", error)
+        _log.info("rsup %s serves agents at %s, REST at %s, store %s", wire.RELEASE, rpc, rest or "-", opened.text)
+        daemon_files.tell_systemd("READY=1")
+
+    def _withdraw(self) -> None:
+        found = places.read_supervisor_file(self._state)
+        if found is not None and found.instance == self._instance:
+            with contextlib.suppress(OSError):
+                (self._state / "supervisor.json").unlink()
+
+    def _stop_on_signal(self, number: int, frame: object) -> None:
+        del number, frame
+        self._told_to_stop = True
+        if self._server is not None:
+            self._server.wake()

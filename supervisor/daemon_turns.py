@@ -1,0 +1,239 @@
+"""What the daemon does each turn: messages and requests into the loop, time, and once a second the housekeeping."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from rsup.supervisor import lifetime, places, wire
+from rsup.supervisor.config import Settings
+from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.loop import AgentKnownDead, Loop, OperatorReply, OperatorRequest, SystemClock
+from rsup.supervisor.loop_inputs import Input
+from rsup.supervisor.records import JobKey, Record
+from rsup.supervisor.rest_thread import RestThread
+from rsup.supervisor.rpc_server import RpcServer
+from rsup.supervisor.sql_store import SqlStore
+from rsup.supervisor.states import JobState, Phase, Role
+from rsup.supervisor.store import Store, StoreError, StoreHeld
+from rsup.supervisor.store_opening import OpenedStore
+from rsup.supervisor.wire import Hello, RsupError, SupervisorInfo
+
+HOUSEKEEPING_EVERY_S = 1.0
+PRUNE_EVERY_S = 60.0
+_AGENT_THERE_S = 3.0
+
+_log = logging.getLogger(__name__)
+
+
+class WatchedStore:
+    """The store as the loop sees it; remembers that its lease has been lost, which no waiting brings back."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.lost: StoreHeld | None = None
+
+    def live_jobs(self) -> list[tuple[JobKey, bytes]]:
+        """See `store.Store`."""
+        return self._store.live_jobs()
+
+    def last_run(self, cluster: str, owner: str, job_id: str) -> tuple[JobKey, bytes] | None:
+        """See `store.Store`."""
+        return self._store.last_run(cluster, owner, job_id)
+
+    def commit(self, records: Sequence[Record]) -> None:
+        """See `store.Store`."""
+        try:
+            self._store.commit(records)
+        except StoreHeld as held:
+            self.lost = held
+            raise
+
+    def close(self) -> None:
+        """See `store.Store`."""
+        self._store.close()
+
+
+class Turns:
+    """The loop with everything around it. Raise `StoreError` from the start if live jobs cannot be taken over."""
+
+    def __init__(self, settings: Settings, server: RpcServer, opened: OpenedStore, instance: str) -> None:
+        self._settings = settings
+        self._server = server
+        self._opened = opened
+        self._store = WatchedStore(opened.store)
+        self._endpoints: set[str] = set()
+        now_s = time.monotonic()
+        self.turned_s = now_s
+        """When the last turn began, monotonic."""
+        self._heard_s = now_s
+        self._kept_house_s = self._pruned_s = now_s
+        self._lifetime = lifetime.Lifetime(settings.idle_exit_s, now_s)
+        self._over = False
+        self.rest = self._bind_rest(settings)
+        self._rest_watched = self.rest is not None
+        if self.rest is not None:
+            server.watch(self.rest.fileno(), True)
+        info = SupervisorInfo(
+            instance=instance,
+            pid=os.getpid(),
+            host=places.this_host(),
+            embedded=settings.embedded,
+            rest=self.rest.address if self.rest else "",
+            store=opened.text,
+        )
+        self.loop = Loop(self._store, server, SystemClock(), info, self._listen)
+        try:
+            self.loop.recover()
+        except BaseException:
+            self.close()
+            raise
+        self._tell_links()
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to do here: idle for long enough, or another supervisor has the store."""
+        return self._over
+
+    def close(self) -> None:
+        """Stop serving REST. The server and the store are not ours."""
+        if self.rest is not None:
+            if self._rest_watched:
+                self._rest_watched = False
+                self._server.watch(self.rest.fileno(), False)
+            self.rest.stop()
+
+    def one(self) -> None:
+        """Wait for something to do, and do it."""
+        received = self._server.receive(self.loop.next_wakeup_s())
+        self.turned_s = now_s = time.monotonic()
+        inputs: list[Input] = [*received, *self._requests()]
+        if received:
+            self._heard_s = now_s
+        if inputs:
+            self.loop.handle(inputs)
+            if any(isinstance(one.message, Hello) for one in received):
+                self._tell_links()
+        if self.loop.next_wakeup_s() <= 0:
+            self.loop.tick()
+        if self._rest_watched and self.rest is not None and self.rest.start_if_due():
+            self._rest_watched = False
+            self._server.watch(self.rest.fileno(), False)
+        if now_s - self._kept_house_s >= HOUSEKEEPING_EVERY_S:
+            self._kept_house_s = now_s
+            self._keep_house(now_s)
+
+    # ---------------------------------------------------------------------------------------------------- operators, REST
+
+    def submit(self, job: JobKey, kind: str, principal: str, reason: str) -> "Future[OperatorReply]":
+        """From any thread: ask the loop for `stop`, `checkpoint` or `fence`. Raise `rpc_server.Busy`."""
+        answer: Future[OperatorReply] = Future()
+        self._server.submit(OperatorRequest(job, kind, principal, reason, lambda reply: _answer(answer, reply)))
+        return answer
+
+    def _requests(self) -> list[OperatorRequest]:
+        taken = []
+        for request, future in self._server.take_requests():
+            assert isinstance(request, OperatorRequest)
+            taken.append(replace(request, reply=_both(request.reply, future)))
+        return taken
+
+    def _bind_rest(self, settings: Settings) -> RestThread | None:
+        try:
+            return RestThread(settings.rest_endpoint, self._serve_rest)
+        except RsupError as error:
+            if not settings.embedded:
+                raise
+            _log.warning("%s", error)
+            return None
+
+    def _serve_rest(self, listening: socket.socket) -> Callable[[], None]:
+        from rsup.supervisor.rest_view import serve
+
+        assert self.rest is not None
+        target: str | Path | None = None
+        if isinstance(self._opened.store, SqlStore):
+            target = self._opened.target
+        return serve(self, target, self._settings.state_path, self.rest.host, listening)
+
+    # ------------------------------------------------------------------------------------------------------ housekeeping
+
+    def counters(self) -> dict[str, float]:
+        """Numbers for `/metrics`. From any thread."""
+        counters = self._server.counters
+        return {
+            "messages_received_total": counters.received,
+            "messages_sent_total": counters.sent,
+            "messages_bad_total": counters.bad,
+            "messages_dropped_total": counters.dropped,
+            "hellos_refused_total": counters.refused,
+        }
+
+    def _keep_house(self, now_s: float) -> None:
+        if self._store.lost is not None:
+            _log.error("ending: %s", self._store.lost)
+            self._over = True
+            return
+        jobs = self.loop.jobs()
+        self._tell_links()
+        for state in jobs:
+            self._end_abandoned(state)
+        num_agents = int(now_s - self._heard_s < _AGENT_THERE_S)
+        self._over = self._lifetime.is_over(now_s, len(jobs), num_agents)
+        if now_s - self._pruned_s >= PRUNE_EVERY_S and isinstance(self._opened.store, SqlStore):
+            try:
+                more = self._opened.store.prune(wire.now_us())
+            except StoreError as error:
+                _log.debug("nothing old was dropped: %s", error)
+                more = False
+            self._pruned_s = now_s - (PRUNE_EVERY_S - HOUSEKEEPING_EVERY_S if more else 0.0)
+
+    def _listen(self, endpoint: str) -> None:
+        self._server.listen(endpoint)
+        if endpoint not in self._settings.rpc_listen:
+            self._endpoints.add(endpoint)
+
+    def _tell_links(self) -> None:
+        """Say which jobs each endpoint is for; stop listening for jobs that are over."""
+        for endpoint in list(self._endpoints):
+            jobs = [state.key for state in self.loop.jobs() if state.spec.listen == endpoint]
+            self._server.set_jobs(endpoint, jobs)
+            if not jobs:
+                self._endpoints.discard(endpoint)
+                self._server.unlisten(endpoint)
+
+    def _end_abandoned(self, state: JobState) -> None:
+        if state.phase is Phase.ENDED:
+            return
+        agents = [
+            lifetime.AgentSeen(agent_id, self.loop.silent_s(agent_id), _process_alive(agent.info))
+            for agent_id, agent in state.agents.items()
+            if agent.role is not Role.GONE
+        ]
+        reason = "its launcher's process is gone from this host, and nobody has spoken for it"
+        dead: list[Input] = [AgentKnownDead(agent_id, reason) for agent_id in lifetime.abandoned(agents)]
+        if dead:
+            self.loop.handle(dead)
+
+
+def _process_alive(agent: wire.AgentInfo) -> bool | None:
+    if agent.boot_id != places.boot_id() or agent.node != places.this_host():
+        return None
+    return process_start_ticks(agent.pid) != 0
+
+
+def _answer(future: "Future[OperatorReply]", reply: OperatorReply) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(reply)
+
+
+def _both(reply: Callable[[OperatorReply], None], future: "Future[object]") -> Callable[[OperatorReply], None]:
+    def tell(answer: OperatorReply) -> None:
+        reply(answer)
+        if future.set_running_or_notify_cancel():
+            future.set_result(answer)
+
+    return tell

@@ -1,0 +1,221 @@
+"""`rsup db backup|check|upgrade|merge`: care for the store by hand.
+
+`backup` and `check` only read, and work beside a running supervisor; `upgrade` and `merge` take the lease, and so refuse to
+while one runs.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sqlalchemy import URL, Engine, func, select
+
+from rsup.supervisor import schema, tables
+from rsup.supervisor.database import DATABASE_NAME, Target, describe, find_database, reader_engine, split_target, sqlite_writer
+from rsup.supervisor.database_errors import translated
+from rsup.supervisor.lease import LeaseHolder, LeaseRecord, read_record
+from rsup.supervisor.network_copy import copy_database
+from rsup.supervisor.places import boot_id, state_dir, this_host
+from rsup.supervisor.postgres_lease import read_holder
+from rsup.supervisor.sql_store import SqlStore, upgrade_store
+from rsup.supervisor.sqlite_file import make_fresh_file
+from rsup.supervisor.store import StoreError
+from rsup.supervisor.store_merge import merge
+from rsup.supervisor.wire import UsageError
+
+Answer = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rsup db ...` with `argv`; return the exit code. Raise `RsupError`, whose text is the one line to print."""
+    options = _parser().parse_args(list(sys.argv[2:] if argv is None else argv))
+    state = state_dir(options.state_dir)
+    answer: Answer = options.run(options, state)
+    print(json.dumps(answer, indent=1) if options.json else answer.pop("text"))
+    return 0 if answer.get("ok", True) else 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = _Parser(add_help=False)
+    shared.add_argument("--state-dir", metavar="DIR", help="the state directory (RSUP_STATE_DIR, ~/.local/state/rsup)")
+    shared.add_argument(
+        "--database-url", metavar="URL", help="the store, where it is not in a state directory (RSUP_DATABASE_URL)"
+    )
+    shared.add_argument("--json", action="store_true", help="answer in JSON")
+    parser = _Parser(prog="rsup db", description="Care for the store.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
+    backup = verbs.add_parser("backup", parents=[shared], help="write a copy of the store, while it is in use too")
+    backup.add_argument("file", nargs="?", type=Path, help="where to (default: beside the store, with the time in its name)")
+    backup.set_defaults(run=_backup)
+    check = verbs.add_parser("check", parents=[shared], help="look for damage, and say which schema it has and who holds it")
+    check.set_defaults(run=_check)
+    upgrade = verbs.add_parser(
+        "upgrade", parents=[shared], help="bring an older store to this release's schema, after a backup"
+    )
+    upgrade.set_defaults(run=_upgrade)
+    merging = verbs.add_parser("merge", parents=[shared], help="take over the jobs of another store")
+    merging.add_argument("other", help="the other store: a file, a state directory or a database URL; it is only read")
+    merging.set_defaults(run=_merge)
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------------------- backup
+
+
+def _backup(options: argparse.Namespace, state: Path) -> Answer:
+    source = split_target(find_database(state, options.database_url))
+    target = Path(os.path.abspath(options.file or _backup_name(source, state)))
+    if target.exists():
+        raise UsageError(f"{target} exists; name a file that does not")
+    engine = reader_engine(source)
+    try:
+        with translated(str(target)):
+            _copy(source, engine, target)
+            size_bytes = target.stat().st_size
+    finally:
+        engine.dispose()
+    return {"backup": str(target), "size_bytes": size_bytes, "text": f"backup written: {target} ({size_bytes} bytes)"}
+
+
+def _copy(source: Path | URL, engine: Engine, target: Path) -> None:
+    if isinstance(source, Path):
+        copy_database(source, target)
+    else:
+        _copy_rows(engine, target)
+
+
+def _backup_name(source: Path | URL, state: Path) -> Path:
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = source.parent if isinstance(source, Path) else state
+    return folder / f"{DATABASE_NAME}.backup-{stamp}"
+
+
+def _copy_rows(source: Engine, target: Path) -> None:
+    """A server's store as a SQLite file, of one moment."""
+    arriving = target.with_name(f".{target.name}.arriving-{os.getpid()}")
+    try:
+        make_fresh_file(arriving)
+        engine = sqlite_writer(arriving)
+
+        def change(work: Any) -> Any:
+            with engine.begin() as connection:
+                return work(connection)
+
+        merge(source, change, live_too=True)
+        engine.dispose()
+        arriving.replace(target)
+    finally:
+        arriving.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+def _check(options: argparse.Namespace, state: Path) -> Answer:
+    target = find_database(state, options.database_url)
+    place = split_target(target)
+    answer: Answer = {"database": describe(target), "ok": True, "revision": None, "head": tables.HEAD, "holder": None}
+    problems: list[str] = []
+    engine = reader_engine(target)
+    try:
+        with translated(describe(target)), engine.connect() as connection:
+            if isinstance(place, Path):
+                answer["size_bytes"] = place.stat().st_size
+                rows = connection.exec_driver_sql("PRAGMA integrity_check(20)").scalars()
+                problems += [str(row) for row in rows if row != "ok"]
+                foreign = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+                problems += [f"{table}: row {row} belongs to no {parent}" for table, row, parent, _ in foreign[:20]]
+            answer["revision"] = schema.read_revision(connection) or "none"
+            schema.check_revision(answer["revision"], describe(target))
+            for table in (tables.jobs, tables.events):
+                answer[table.name] = connection.execute(select(func.count()).select_from(table)).scalar()
+            if not isinstance(place, Path):
+                answer["holder"] = _holder(read_holder(connection))
+    except StoreError as error:
+        problems.append(str(error))
+    finally:
+        engine.dispose()
+    if isinstance(place, Path):
+        shared = place if options.database_url else state / DATABASE_NAME
+        answer["holder"] = _holder(read_record(shared) or read_record(place))
+    answer.update(ok=not problems, problems=problems)
+    answer["text"] = _check_text(answer)
+    return answer
+
+
+def _holder(record: LeaseRecord | None) -> Answer | None:
+    if record is None or record.released:
+        return None
+    return {**asdict(record), "lives": record.process_lives(this_host(), boot_id())}
+
+
+def _check_text(answer: Answer) -> str:
+    lines = [f"{answer['database']}: {'sound' if answer['ok'] else 'NOT SOUND'}, schema {answer['revision']}"]
+    if "events" in answer:
+        lines[0] += f", {answer['jobs']} jobs, {answer['events']} events"
+    lines += [f"  {problem}" for problem in answer["problems"]]
+    if answer["holder"]:
+        holder = answer["holder"]
+        lives = {True: "runs", False: "is gone", None: "cannot be seen from here"}[holder["lives"]]
+        lines.append(f"  held by pid {holder['pid']} on {holder['host']}, which {lives}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------- upgrade and merge
+
+
+def _upgrade(options: argparse.Namespace, state: Path) -> Answer:
+    target = _written_target(options, state)
+    migrated = upgrade_store(target, _holder_of_command())
+    name, before, backup = describe(target), tables.HEAD, None
+    text = f"{name} has schema {before} already"
+    if migrated is not None:
+        before, backup = migrated.revision, migrated.backup
+        text = f"{name} upgraded from schema {before} to {tables.HEAD}" + (f"; as it was: {backup}" if backup else "")
+    return {"database": name, "from": before, "to": tables.HEAD, "backup": str(backup) if backup else None, "text": text}
+
+
+def _merge(options: argparse.Namespace, state: Path) -> Answer:
+    other = options.other
+    if "://" not in other:
+        other = find_database(Path(other), "") if Path(other).is_dir() else Path(other)
+    target = _written_target(options, state)
+    if describe(other) == describe(target):
+        raise UsageError(f"{describe(other)} is the store itself; name another one")
+    source = reader_engine(other)
+    with translated(describe(other)), source.connect() as connection:
+        schema.check_revision(schema.read_revision(connection) or "none", describe(other))
+    store = SqlStore.open(target, holder=_holder_of_command(), alone_may_migrate=False)
+    try:
+        with translated(describe(other)):
+            merged = merge(source, store.change)
+    finally:
+        store.close()
+        source.dispose()
+    text = f"{merged.jobs} jobs looked at, {merged.new_jobs} new, {merged.new_events} events new"
+    if merged.renumbered:
+        text += f"; {merged.renumbered} got another run number"
+    if merged.still_live:
+        text += f"; {merged.still_live} left out, since they have not ended"
+    return {"database": describe(target), "other": describe(other), **asdict(merged), "text": text}
+
+
+def _written_target(options: argparse.Namespace, state: Path) -> Target:
+    url = options.database_url or os.environ.get("RSUP_DATABASE_URL")
+    return url or state / DATABASE_NAME
+
+
+def _holder_of_command() -> LeaseHolder:
+    return LeaseHolder.this_process(f"db-{uuid.uuid4().hex[:8]}")

@@ -1,0 +1,74 @@
+"""Inputs of the core: what has happened. The loop makes them from messages, requests and the clock; they carry no policy."""
+
+from msgspec import Struct
+
+from rsup.supervisor.wire import AnyFact, Hello, RankBeat
+
+
+class Now(Struct, frozen=True):
+    """The moment of a decision: wall clock for records, monotonic seconds of this supervisor for every duration."""
+
+    us: int
+    s: float
+
+
+class AgentJoined(Struct, frozen=True):
+    """An agent said `Hello`: for the first time, or again after a reconnect."""
+
+    hello: Hello
+
+
+class FactArrived(Struct, frozen=True):
+    """A fact of an agent. Only `acked_fact + 1` is applied; earlier ones are repeats, later ones come again."""
+
+    agent_id: str
+    sequence: int
+    fact: AnyFact
+
+
+class AgentHeard(Struct, frozen=True):
+    """A report came in. `acked_command` is the last command that the agent has performed."""
+
+    agent_id: str
+    epoch: int
+    acked_command: int
+    beats: list[RankBeat] = []
+
+
+class AgentSilent(Struct, frozen=True):
+    """Nothing has been heard of an agent for `silent_s`. The loop says so again while it lasts."""
+
+    agent_id: str
+    silent_s: float
+
+
+class AgentLeft(Struct, frozen=True):
+    """An agent said `Bye`."""
+
+    agent_id: str
+
+
+class Tick(Struct, frozen=True):
+    """Time has passed: deadlines of the phase may be due."""
+
+
+class Recovered(Struct, frozen=True):
+    """A supervisor process has taken the job over from the store. `instance` names the process."""
+
+    instance: str
+
+
+class OperatorAsked(Struct, frozen=True):
+    """A person or program asked for something. `kind`: `stop`, `checkpoint` or `fence`.
+
+    `node`, a node's name or an agent's id, says which lost one to fence; empty: every lost one.
+    """
+
+    kind: str
+    principal: str
+    reason: str
+    request_id: str
+    node: str = ""
+
+
+Event = AgentJoined | FactArrived | AgentHeard | AgentSilent | AgentLeft | Tick | Recovered | OperatorAsked

@@ -1,0 +1,128 @@
+"""What went wrong, from what the agents saw: the first mover of a crash, the culprit of a hang. Pure.
+
+Crash: ranks that our side had signalled are never the first; a rank that died of a signal or an exception comes before those
+that only report a lost peer; among equals the one that became known first (an agent's facts come in its order; clocks of hosts
+are not compared).
+Hang: ranks blocked in one collective all expire. A stopped process is the culprit before a running one, a lower iteration
+before a higher, a stack outside of a collective before one inside, an older beat of the main thread before a newer.
+"""
+
+import re
+import signal as signals
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from rsup.supervisor.states import RankExit
+from rsup.supervisor.wire import RankOverdue, RankStack, clip
+
+MAX_STACKS_CHARS = 256 * 1024
+
+_OF_A_PEER = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|connection refused|socket ?timeout|remote process exited|"
+    r"peer (is )?(gone|closed|failed)|recvvalue failed|failed to recv|sendbytes failed|store is closed|"
+    r"process ?group .*(abort|time)|timed out waiting for.*(rank|peer)|ncclremoteerror|gloo.*(read|write|timeout)",
+    re.IGNORECASE,
+)
+_OF_A_WATCHDOG = re.compile(
+    r"watchdog.*(collective|timeout|time out)|collective operation timeout|heartbeat monitor", re.IGNORECASE
+)
+_COLLECTIVE = re.compile(
+    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|_wait_for|work\.wait|\bwait\b.*distributed|"
+    r"distributed_c10d|nccl|gloo",
+    re.IGNORECASE,
+)
+
+
+class Hung(Struct, frozen=True):
+    """A rank during a hang."""
+
+    agent_id: str
+    rank: int
+    node: str
+    iteration: int
+    main_beat_age_s: float
+    process_state: str = ""
+    stack: str = ""
+    overdue: RankOverdue | None = None
+
+
+def is_of_a_peer(error: str) -> bool:
+    """Whether an error line only says that another rank is gone."""
+    return bool(_OF_A_PEER.search(error))
+
+
+def is_of_a_watchdog(error: str) -> bool:
+    """Whether an error line is that of a collective's watchdog: the abort of a hang, not a crash."""
+    return bool(_OF_A_WATCHDOG.search(error))
+
+
+def first_mover(exits: Iterable[tuple[int, RankExit]]) -> tuple[int, RankExit] | None:
+    """Rank and exit of the one that failed first, None if every failing rank had been signalled by us."""
+    failing = [(rank, exit_) for rank, exit_ in exits if exit_.exit_code and not exit_.by_us]
+    return min(failing, key=lambda item: (_weight(item[1]), item[1].order), default=None)
+
+
+def _weight(exit_: RankExit) -> int:
+    if is_of_a_watchdog(exit_.error):
+        return 2
+    return 1 if is_of_a_peer(exit_.error) else 0
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; empty for 0."""
+    if not number:
+        return ""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_text(rank: int, node: str, exit_: RankExit) -> str:
+    """The sentence about a rank's end."""
+    how = f"was killed by {signal_name(exit_.signal)}" if exit_.signal else f"exited with code {exit_.exit_code}"
+    where = f" at iteration {exit_.iteration}" if exit_.iteration else ""
+    section = f" in section {exit_.section}" if exit_.section else ""
+    error = f": {exit_.error}" if exit_.error else ""
+    return f"rank {rank} on {node} {how}{where}{section}{error}"
+
+
+def culprit(ranks: Iterable[Hung]) -> Hung | None:
+    """The rank that most likely holds the others up."""
+
+    def key(hung: Hung) -> tuple[bool, int, bool, bool, float, int]:
+        in_collective = bool(_COLLECTIVE.search(hung.stack))
+        return hung.process_state != "T", hung.iteration, in_collective, hung.overdue is None, -hung.main_beat_age_s, hung.rank
+
+    return min(ranks, key=key, default=None)
+
+
+def limit_name(limit: str) -> str:
+    """How a limit is called in a sentence: a section's name, or one of the named limits."""
+    named = ("out-of-section", "heartbeat", "initial-heartbeat", "startup", "warmup")
+    return f"the {limit} limit" if limit in named else f"the limit of section {limit}"
+
+
+def hang_text(hung: Hung, overdue: RankOverdue) -> str:
+    """The sentence about a hang."""
+    stopped = "; its process is stopped (state T)" if hung.process_state == "T" else ""
+    where = f" at iteration {hung.iteration}" if hung.iteration else ""
+    return (
+        f"rank {hung.rank} on {hung.node} hangs{where}: {limit_name(overdue.limit)} ({overdue.limit_s:g} s) "
+        f"expired after {overdue.age_s:.2f} s{stopped}"
+    )
+
+
+def group_stacks(stacks: Iterable[RankStack]) -> list[dict[str, object]]:
+    """Equal stacks once, with the ranks that showed them; the whole is cut where it gets too long."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.source, stack.text, stack.process_state), []).append(stack.rank)
+    left_chars = MAX_STACKS_CHARS
+    result: list[dict[str, object]] = []
+    for (source, text, state), ranks in sorted(groups.items(), key=lambda item: len(item[1])):
+        kept = clip(text, max(left_chars, 200))
+        left_chars -= len(kept)
+        result.append({"ranks": sorted(ranks), "source": source, "text": kept, "process_state": state})
+    return result

@@ -1,0 +1,188 @@
+"""A limit has expired: report it, or take stacks of all ranks, name the culprit and end the attempt.
+
+It kills only if the limit was configured or calculated limits are enforced (`--on-hang` overrides both ways); otherwise it is
+a warning, once per limit and attempt. Before anything is killed stacks are collected everywhere, for a bounded time.
+"""
+
+from msgspec.structs import replace
+
+from rsup.supervisor.attempt_end import fail_attempt, succeed
+from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, limit_name
+from rsup.supervisor.records import IncidentSaved
+from rsup.supervisor.states import AgentState, JobState, Phase, Role
+from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import RankOverdue, RankStack, StacksTaken, TakeStacks
+
+STACKS_WITHIN_S = 10.0
+STACKS_MARGIN_S = 1.0
+VICTIM_GRACE_S = 5.0
+HANG_EXIT_CODE = 128 + 9
+"""What a hung rank exits with: SIGKILL, since nothing else reaches it."""
+MAX_OVERDUE_LOGGED = 32
+
+
+def overdue(turn: Turn, agent_id: str, fact: RankOverdue) -> None:
+    """A limit has expired while ranks should be working."""
+    _log(turn, agent_id, fact)
+    if fact.rank not in turn.state.overdue:
+        turn.change(overdue={**turn.state.overdue, fact.rank: fact})
+    if turn.state.phase is Phase.COLLECTING:
+        return
+    if kills(turn.state, fact):
+        _collect(turn, fact)
+    elif fact.limit not in turn.state.suspected:
+        _suspect(turn, agent_id, fact)
+
+
+def kills(state: JobState, fact: RankOverdue) -> bool:
+    """Whether this limit ends the attempt."""
+    if state.spec.policy.on_hang in ("restart", "report"):
+        return state.spec.policy.on_hang == "restart"
+    return not fact.calculated or state.spec.limits.enforce_calculated
+
+
+def _log(turn: Turn, agent_id: str, fact: RankOverdue) -> None:
+    number = turn.state.num_overdue_logged + 1
+    turn.change(num_overdue_logged=number)
+    if number > MAX_OVERDUE_LOGGED:
+        return
+    node = turn.state.agents[agent_id].info.node
+    text = f"rank {fact.rank} on {node}: {limit_name(fact.limit)} ({fact.limit_s:g} s) has expired after {fact.age_s:.2f} s"
+    data: dict[str, object] = {
+        "iteration": fact.iteration,
+        "main_beat_age_s": fact.main_beat_age_s,
+        "calculated": fact.calculated,
+    }
+    more = "; further ones are not listed" if number == MAX_OVERDUE_LOGGED else ""
+    turn.log("RankOverdue", text + more, "warning", at_us=fact.at_us, rank=fact.rank, node=node, data=data)
+
+
+def _suspect(turn: Turn, agent_id: str, fact: RankOverdue) -> None:
+    state = turn.state
+    agent = state.agents[agent_id]
+    why = (
+        "--on-hang report"
+        if state.spec.policy.on_hang == "report"
+        else "the limit is a calculated one; --calc-ft-timeouts enforces it"
+    )
+    hung = Hung(agent_id, fact.rank, agent.info.node, fact.iteration, fact.main_beat_age_s)
+    text = f"{hang_text(hung, fact)}; nothing is killed ({why})"
+    number = state.num_incidents + 1
+    turn.change(suspected=[*state.suspected, fact.limit], num_incidents=number)
+    turn.record(_incident(state, agent, hung, fact, "suspected-hang", text, number, turn.now.us))
+    turn.log("SuspectedHang", text, "warning", at_us=fact.at_us, rank=fact.rank, node=agent.info.node)
+
+
+def _incident(
+    state: JobState, agent: AgentState | None, hung: Hung, fact: RankOverdue, kind: str, text: str, number: int, now_us: int
+) -> IncidentSaved:
+    return IncidentSaved(
+        job=state.key,
+        incident=number,
+        attempt=state.attempt,
+        at_us=fact.at_us,
+        kind=kind,
+        rank=hung.rank,
+        node=hung.node,
+        device=agent.devices_used.get(hung.rank, "") if agent is not None else "",
+        iteration=hung.iteration,
+        section=fact.limit,
+        found_by=f"{limit_name(fact.limit)} ({fact.limit_s:g} s)",
+        text=text,
+        detected_us=now_us,
+    )
+
+
+def _collect(turn: Turn, fact: RankOverdue) -> None:
+    state = turn.state
+    reason = f"rank {fact.rank} may hang ({limit_name(fact.limit)}, {fact.limit_s:g} s): stacks first"
+    for agent_id, agent in list(state.agents.items()):
+        if agent.live_attempt and agent.live_attempt == state.attempt:
+            turn.change_agent(agent_id, stacks=None)
+            turn.command(agent_id, TakeStacks(0, reason, state.attempt, STACKS_WITHIN_S))
+    turn.enter(Phase.COLLECTING, turn.now.s + STACKS_WITHIN_S + STACKS_MARGIN_S)
+    turn.log("TakeStacks", reason, "warning", rank=fact.rank)
+
+
+def stacks_taken(turn: Turn, agent_id: str, fact: StacksTaken) -> None:
+    """One node's stacks."""
+    agent = turn.change_agent(agent_id, stacks=fact.stacks)
+    sources = ", ".join(sorted({stack.source for stack in fact.stacks})) or "nothing"
+    turn.log(
+        "StacksTaken",
+        f"stacks of {len(fact.stacks)} ranks on {agent.info.node} ({sources})",
+        at_us=fact.at_us,
+        node=agent.info.node,
+    )
+
+
+def settle_collecting(turn: Turn) -> None:
+    """Judge the hang when all stacks are there, the time is up, or every rank has ended by itself."""
+    state = turn.state
+    if state.num_ended >= state.world_size and not state.adopted:
+        if state.num_ok == state.world_size:
+            succeed(turn)
+        else:
+            _conclude_hang(turn)
+        return
+    waiting = any(a.live_attempt and a.stacks is None and a.role is Role.ACTIVE for a in state.agents.values())
+    if not waiting or (state.deadline_s is not None and turn.now.s >= state.deadline_s):
+        _conclude_hang(turn)
+
+
+def _conclude_hang(turn: Turn) -> None:
+    state = turn.state
+    stacks = [stack for _, agent in state.active for stack in agent.stacks or []]
+    ranks = _ranks(state, {stack.rank: stack for stack in stacks})
+    earliest = min(state.overdue.values(), key=lambda f: (f.at_us, f.rank))
+    first = culprit(ranks) or Hung("", earliest.rank, "", earliest.iteration, earliest.main_beat_age_s, overdue=earliest)
+    fact = first.overdue or earliest
+    text = hang_text(first, fact)
+    agent = state.agents.get(first.agent_id)
+    incident = replace(
+        _incident(state, agent, first, fact, "hang", text, 0, turn.now.us),
+        victims=sorted(r for r in state.overdue if r != first.rank),
+        stacks=group_stacks(stacks),
+    )
+    stuck = {hung.agent_id for hung in ranks if hung.overdue is not None or hung.process_state == "T"}
+
+    def grace_s(agent_id: str) -> float:
+        return 0.0 if agent_id in stuck else min(VICTIM_GRACE_S, state.spec.stop_grace_s)
+
+    fail_attempt(
+        turn,
+        "hang",
+        text,
+        exit_code=HANG_EXIT_CODE,
+        section=fact.limit,
+        rank=first.rank,
+        node=first.node,
+        incident=incident,
+        grace_s=grace_s,
+    )
+
+
+def _ranks(state: JobState, stacks: dict[int, RankStack]) -> list[Hung]:
+    result = []
+    for agent_id, agent in state.active:
+        local = {stack.rank for stack in agent.stacks or []}
+        mine = local | {rank for rank in state.overdue if agent.first_rank <= rank < agent.first_rank + agent.info.num_ranks}
+        for rank in mine - agent.exits.keys():
+            stack, fact = stacks.get(rank), state.overdue.get(rank)
+            result.append(
+                Hung(
+                    agent_id=agent_id,
+                    rank=rank,
+                    node=agent.info.node,
+                    iteration=stack.iteration
+                    if stack is not None and stack.iteration
+                    else fact.iteration
+                    if fact is not None
+                    else 0,
+                    main_beat_age_s=fact.main_beat_age_s if fact is not None else 0.0,
+                    process_state=stack.process_state if stack is not None else "",
+                    stack=stack.text if stack is not None else "",
+                    overdue=fact,
+                )
+            )
+    return result

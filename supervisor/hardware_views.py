@@ -1,0 +1,118 @@
+"""Nodes and devices from the store, with what ran on them. See `views` for what holds of every view.
+
+Everybody with a token may see these, so of a job they hold only what `views.PUBLIC_FIELDS` names.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Select, select
+
+from rsup.supervisor.tables import devices, incidents, job_nodes, jobs, nodes, placements
+from rsup.supervisor.view_times import iso
+from rsup.supervisor.views import job_fields, public_fields
+from rsup.supervisor.wire import RsupError
+
+MAX_HISTORY = 100
+
+
+class UnknownHardware(RsupError):
+    """The store has no such node or device."""
+
+
+def list_nodes(connection: Connection, *, after: str = "", limit: int = 100) -> tuple[list[dict[str, Any]], str | None]:
+    """By name: at most `limit` nodes after the name `after`, and the name to continue after (None at the end)."""
+    query = select(nodes).where(nodes.c.node > after).order_by(nodes.c.node).limit(limit + 1)
+    rows = connection.execute(query).mappings().all()
+    shown = rows[:limit]
+    named = _jobs_of(connection, {row["job"] for row in shown})
+    return [_node_fields(row, named) for row in shown], shown[-1]["node"] if len(rows) > limit else None
+
+
+def node_detail(connection: Connection, name: str) -> dict[str, Any]:
+    """One node, the newest jobs it took part in, and incidents on it. Raise `UnknownHardware`."""
+    row = connection.execute(select(nodes).where(nodes.c.node == name)).mappings().first()
+    if row is None:
+        raise UnknownHardware(f"no node {name[:200]!r} in this store")
+    took_part = select(job_nodes).where(job_nodes.c.node == name).order_by(job_nodes.c.at_us.desc()).limit(MAX_HISTORY)
+    parts = connection.execute(took_part).mappings().all()
+    named = _jobs_of(connection, {row["job"], *(part["job"] for part in parts)})
+    history = [
+        {
+            "job": named.get(part["job"]),
+            "role": part["role"],
+            "first_seen": iso(part["first_us"]),
+            "last_seen": iso(part["at_us"]),
+        }
+        for part in parts
+    ]
+    found = _incidents(connection, select(incidents).where(incidents.c.node == name))
+    return {**_node_fields(row, named), "jobs": history, "incidents": found}
+
+
+def list_devices(connection: Connection, *, after: str = "", limit: int = 100) -> tuple[list[dict[str, Any]], str | None]:
+    """By UUID: at most `limit` devices after the UUID `after`, and the UUID to continue after (None at the end)."""
+    query = select(devices).where(devices.c.uuid > after).order_by(devices.c.uuid).limit(limit + 1)
+    rows = connection.execute(query).mappings().all()
+    shown = rows[:limit]
+    used = _placements(connection, [row["uuid"] for row in shown], running=True)
+    in_use = {entry.pop("device"): entry for entry in used}
+    return [_device_fields(row, in_use.get(row["uuid"])) for row in shown], shown[-1]["uuid"] if len(rows) > limit else None
+
+
+def device_detail(connection: Connection, uuid: str) -> dict[str, Any]:
+    """One device, the ranks that used it (newest first), and incidents on it. Raise `UnknownHardware`."""
+    row = connection.execute(select(devices).where(devices.c.uuid == uuid)).mappings().first()
+    if row is None:
+        raise UnknownHardware(f"no device {uuid[:200]!r} in this store")
+    history = _placements(connection, [uuid], running=False)
+    in_use = next((entry for entry in history if entry["to"] is None), None)
+    found = _incidents(connection, select(incidents).where(incidents.c.device == uuid))
+    return {**_device_fields(row, in_use), "placements": history, "incidents": found}
+
+
+def _node_fields(row: RowMapping, named: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    seen = {"first_seen": iso(row["first_us"]), "last_seen": iso(row["at_us"])}
+    return {"node": row["node"], "role": row["role"], **seen, "job": named.get(row["job"]), "devices": row["devices"]}
+
+
+def _device_fields(row: RowMapping, in_use: dict[str, Any] | None) -> dict[str, Any]:
+    same = ("uuid", "model", "serial", "board", "pci_bus_id", "vbios", "driver", "node")
+    seen = {"first_seen": iso(row["first_us"]), "last_seen": iso(row["at_us"])}
+    return {**{name: row[name] for name in same}, **seen, "in_use": in_use}
+
+
+def _placements(connection: Connection, uuids: Sequence[str], *, running: bool) -> list[dict[str, Any]]:
+    query = select(placements).where(placements.c.device.in_(uuids)).order_by(placements.c.from_us.desc())
+    query = query.where(placements.c.to_us.is_(None)) if running else query.limit(MAX_HISTORY)
+    rows = connection.execute(query).mappings().all()
+    named = _jobs_of(connection, {row["job"] for row in rows})
+    return [
+        {
+            "job": named.get(row["job"]),
+            "attempt": row["attempt"],
+            "rank": row["rank"],
+            "device": row["device"],
+            "node": row["node"],
+            "from": iso(row["from_us"]),
+            "to": iso(row["to_us"]),
+        }
+        for row in rows
+    ]
+
+
+def _incidents(connection: Connection, query: Select[Any]) -> list[dict[str, Any]]:
+    rows = connection.execute(query.order_by(incidents.c.at_us.desc()).limit(MAX_HISTORY)).mappings().all()
+    named = _jobs_of(connection, {row["job"] for row in rows})
+    return [
+        {"job": named.get(row["job"]), "incident": row["incident"], "kind": row["kind"], "at": iso(row["at_us"])}
+        for row in rows
+    ]
+
+
+def _jobs_of(connection: Connection, numbers: set[Any]) -> dict[int, dict[str, Any]]:
+    wanted = [number for number in numbers if number is not None]
+    if not wanted:
+        return {}
+    rows = connection.execute(select(jobs).where(jobs.c.id.in_(wanted))).mappings()
+    return {row["id"]: public_fields(job_fields(row)) for row in rows}

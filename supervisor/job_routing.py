@@ -1,0 +1,86 @@
+"""Which job an agent's `Hello` is about: a live one, one that has ended meanwhile, one that we have forgotten, or a new one."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from rsup.supervisor.events import Now
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rendezvous import new_job, resumed_job
+from rsup.supervisor.states import JobState, Phase, StateUnreadable, decode
+from rsup.supervisor.store import Store
+from rsup.supervisor.wire import Hello, JobSpec, Refusal
+
+
+def generated_job_id() -> str:
+    """A short id that people can read and say, e.g. `20261129-a1b2c3`."""
+    return f"{time.strftime('%Y%m%d')}-{secrets.token_hex(3)}"
+
+
+class Routing:
+    """Finds or makes the state that a `Hello` of an agent unknown to every live job is decided on."""
+
+    def __init__(self, store: Store, new_job_id: Callable[[], str] | None = None) -> None:
+        self._store = store
+        self._new_job_id = new_job_id or generated_job_id
+
+    def job_for(self, hello: Hello, live: Iterable[JobState], now: Now) -> JobState | Refusal:
+        """The job, or why there is none. Raise `StoreError`."""
+        spec = hello.spec
+        live = [state for state in live if (state.key.cluster, state.key.owner) == (spec.cluster, spec.owner)]
+        if hello.agent.gone:
+            return Refusal(1, f"agent {hello.agent.agent_id} belongs to no live job")
+        if hello.job_id:
+            earlier = self._earlier(hello, live, now)
+            if earlier is not None:
+                return earlier
+        running = [state for state in live if state.phase is not Phase.ENDED]
+        job_id = spec.job_id or hello.job_id
+        if job_id:
+            named = next((state for state in running if state.key.job_id == job_id), None)
+            return named or self._next_run(job_id, spec, now)
+        grouped = next((state for state in running if _same_group(state.spec, spec)), None)
+        return grouped or self._next_run(self._new_job_id(), spec, now)
+
+    def _earlier(self, hello: Hello, live: list[JobState], now: Now) -> JobState | Refusal | None:
+        """The job that the agent says it belongs to, where it is not simply to join a job."""
+        key = JobKey(hello.spec.cluster, hello.spec.owner, hello.job_id, hello.run)
+        for state in live:
+            if state.key == key:
+                return state
+        found = self._store.last_run(key.cluster, key.owner, key.job_id)
+        if found is not None and found[0].run >= key.run:
+            if found[0].run > key.run:
+                return Refusal(1, f"run {key.run} of job {key.job_id} is over, run {found[0].run} has been started since")
+            ended = _readable(found[1])
+            if ended is not None and ended.phase is Phase.ENDED:
+                return ended
+        return new_job(key, hello.spec, now) if hello.attempt else None
+
+    def _next_run(self, job_id: str, spec: JobSpec, now: Now) -> JobState:
+        found = self._store.last_run(spec.cluster, spec.owner, job_id)
+        if found is None:
+            return new_job(JobKey(spec.cluster, spec.owner, job_id, 1), spec, now)
+        key, data = found
+        old = _readable(data)
+        if spec.resume and old is not None:
+            return resumed_job(old, spec, now)
+        epoch = old.epoch if old is not None else 0
+        return new_job(JobKey(key.cluster, key.owner, key.job_id, key.run + 1), spec, now, epoch)
+
+
+def _readable(data: bytes) -> JobState | None:
+    try:
+        return decode(data)
+    except StateUnreadable:
+        return None
+
+
+def _same_group(ours: JobSpec, theirs: JobSpec) -> bool:
+    """Whether agents without a job id belong together: by rendezvous id, or as the nodes of one endpoint."""
+    if ours.max_nodes == 1 or theirs.max_nodes == 1 or ours.rdzv_id != theirs.rdzv_id:
+        return False
+    if ours.rdzv_id != "none":
+        return True
+    same = (ours.min_nodes, ours.max_nodes, ours.command) == (theirs.min_nodes, theirs.max_nodes, theirs.command)
+    return same and bool(ours.listen)

@@ -1,0 +1,111 @@
+"""What people and programs ask of a job: stop, checkpoint, fence; and the signals that a launcher passed on."""
+
+from rsup.supervisor.actions import AnswerOperator
+from rsup.supervisor.attempt_end import end_job, stop_training
+from rsup.supervisor.events import OperatorAsked
+from rsup.supervisor.failure import signal_name
+from rsup.supervisor.rendezvous import known_dead
+from rsup.supervisor.states import Phase, Role, StopRequest
+from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import RequestDone, SaveCheckpoint, SignalReceived
+
+STOPPED_EXIT_CODE = 128 + 15
+KEPT_REQUESTS = 64
+
+
+def operator_asked(turn: Turn, event: OperatorAsked) -> None:
+    """Take the request up, or say why not. The same request id is taken up once."""
+    state = turn.state
+    if event.request_id in state.requests:
+        turn.act(AnswerOperator(event.request_id, True, "this request has been taken up already"))
+        return
+    refused = _refusal(turn, event)
+    if refused is not None:
+        turn.act(AnswerOperator(event.request_id, False, refused))
+        return
+    turn.change(requests=[*state.requests, event.request_id][-KEPT_REQUESTS:])
+    done = {"stop": _stop, "checkpoint": _checkpoint, "fence": _fence}[event.kind](turn, event)
+    turn.act(AnswerOperator(event.request_id, True, done))
+
+
+def _refusal(turn: Turn, event: OperatorAsked) -> str | None:
+    state, job = turn.state, turn.state.key.job_id
+    if event.kind not in ("stop", "checkpoint", "fence"):
+        return f"unknown request {event.kind!r}: stop, checkpoint or fence"
+    if state.phase is Phase.ENDED:
+        return f"job {job} has ended already: {state.reason}"
+    if event.kind == "stop" and state.stop is not None:
+        return f"job {job} is being stopped already: {state.stop.reason}"
+    if event.kind == "checkpoint" and state.phase is not Phase.RUNNING:
+        return f"job {job} is {state.phase.value}: no ranks to ask for a checkpoint"
+    if event.kind == "fence" and not _lost(turn, event.node):
+        return f"no node {event.node or 'of the job'} is lost: only a node that does not answer can be fenced"
+    return None
+
+
+def _by(event: OperatorAsked) -> str:
+    return f"{event.principal} ({event.reason})" if event.reason else event.principal
+
+
+def _stop(turn: Turn, event: OperatorAsked) -> str:
+    reason = f"stopped by {_by(event)}"
+    stop_job(
+        turn, StopRequest(exit_code=STOPPED_EXIT_CODE, reason=reason, principal=event.principal, request_id=event.request_id)
+    )
+    return f"job {turn.state.key.job_id} is being stopped"
+
+
+def stop_job(turn: Turn, stop: StopRequest, except_agent: str = "") -> None:
+    """End the job: at once where no rank can be alive, else by asking the ranks."""
+    if any(agent.live_attempt for agent in turn.state.agents.values()):
+        stop_training(turn, stop, except_agent)
+        return
+    turn.change(stop=stop)
+    turn.log("StopRequested", stop.reason, "warning", principal=stop.principal)
+    if turn.state.phase is not Phase.STOPPING:
+        end_job(turn, stop.exit_code, f"{stop.reason}: no rank was running")
+
+
+def _checkpoint(turn: Turn, event: OperatorAsked) -> str:
+    state = turn.state
+    reason = f"checkpoint asked for by {_by(event)}"
+    for agent_id, agent in list(state.agents.items()):
+        if agent.live_attempt and agent.live_attempt == state.attempt:
+            turn.command(agent_id, SaveCheckpoint(0, reason, event.request_id))
+    turn.log("SaveCheckpoint", reason, principal=event.principal)
+    return "the ranks are asked for a checkpoint at their next common iteration"
+
+
+def _lost(turn: Turn, node: str) -> list[str]:
+    return [
+        agent_id
+        for agent_id, agent in turn.state.agents.items()
+        if agent.role is Role.LOST and (not node or node in (agent_id, agent.info.node))
+    ]
+
+
+def _fence(turn: Turn, event: OperatorAsked) -> str:
+    fenced = _lost(turn, event.node)
+    nodes = ", ".join(turn.state.agents[agent_id].info.node for agent_id in fenced)
+    turn.log("Fence", f"{nodes} declared dead by {_by(event)}", "warning", principal=event.principal)
+    for agent_id in fenced:
+        known_dead(turn, agent_id, f"declared dead by {_by(event)}", for_good=False)
+    return f"fenced: {nodes}"
+
+
+def signal_received(turn: Turn, agent_id: str, fact: SignalReceived) -> None:
+    """A launcher was told to stop: the whole job ends."""
+    node = turn.state.agents[agent_id].info.node
+    reason = f"the launcher on {node} received {signal_name(fact.signal)}"
+    turn.log("SignalReceived", reason, "warning", at_us=fact.at_us, node=node)
+    if turn.state.stop is None:
+        request_id = f"signal-{turn.state.num_events}"
+        stop_job(turn, StopRequest(exit_code=128 + fact.signal, reason=reason, request_id=request_id), except_agent=agent_id)
+
+
+def request_done(turn: Turn, agent_id: str, fact: RequestDone) -> None:
+    """A node's ranks have taken a request up, or could not."""
+    node = turn.state.agents[agent_id].info.node
+    text = f"{node}: request {fact.request_id} {'taken up' if fact.done else 'not taken up'}"
+    more = f": {fact.message}" if fact.message else ""
+    turn.log("RequestDone", text + more, "info" if fact.done else "warning", at_us=fact.at_us, node=node)

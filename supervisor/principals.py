@@ -1,0 +1,167 @@
+"""Who asks, and what they may see and do (DESIGN.md section 12).
+
+Two files in the state directory name principals. `token` (0600) holds the secret of the owner, who is operator of an
+embedded supervisor. `tokens.toml`, for a shared one, names others; it holds only hashes:
+
+    [[token]]
+    name = "ann"
+    role = "user"
+    sha256 = "9f86d08..."        # printf %s "$TOKEN" | sha256sum
+
+Tokens are long random strings, so a plain SHA-256 is enough. Both files are read at start: a supervisor can be restarted at
+any time without harm.
+"""
+
+import contextlib
+import getpass
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from rsup.supervisor.places import PlaceError
+from rsup.supervisor.wire import UsageError
+
+MIN_TOKEN_CHARS = 16
+
+
+class Role(IntEnum):
+    """Each role may do what the ones before it may."""
+
+    VIEWER = 1
+    """Devices, nodes, and of a job its id, owner and state."""
+    USER = 2
+    """Also everything of one's own jobs."""
+    OPERATOR = 3
+    """Everything."""
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks. `name` is a user name of the cluster: the one that owns jobs."""
+
+    name: str
+    role: Role
+
+    def may_read(self, owner: str) -> bool:
+        """Whether this principal may see everything of a job of `owner`, and stop it."""
+        return self.role is Role.OPERATOR or (self.role is Role.USER and self.name == owner)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.role.name.lower()})"
+
+
+@dataclass(frozen=True)
+class TokenBook:
+    """The known tokens, as (SHA-256 of the token, whose it is)."""
+
+    entries: Sequence[tuple[bytes, Principal]]
+
+    def find(self, token: str) -> Principal | None:
+        """Whose token that is, None for an unknown one. Compares with every entry in constant time."""
+        digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, principal in self.entries:
+            if hmac.compare_digest(known, digest):
+                found = principal
+        return found
+
+
+def owner_name() -> str:
+    """The name of this user, as jobs carry it; `uid-N` where the system knows none."""
+    with contextlib.suppress(KeyError, OSError):
+        return getpass.getuser()
+    return f"uid-{os.getuid()}"
+
+
+def read_tokens(state: Path) -> TokenBook:
+    """The tokens of a state directory. Raise `PlaceError` or `UsageError` where a file is unreadable or wrong."""
+    entries: list[tuple[bytes, Principal]] = []
+    if (state / "token").exists():
+        token = read_token_file(state / "token")
+        entries.append((hashlib.sha256(token.encode()).digest(), Principal(owner_name(), Role.OPERATOR)))
+    if (state / "tokens.toml").exists():
+        entries += _read_toml(state / "tokens.toml")
+    return TokenBook(tuple(entries))
+
+
+def make_token(state: Path) -> str:
+    """The owner's token: the one in the state directory, else a new one, written with mode 0600."""
+    path = state / "token"
+    with contextlib.suppress(FileNotFoundError):
+        return read_token_file(path)
+    token = secrets.token_urlsafe(32)
+    temporary = state / f".token.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
+        _publish(temporary, path)
+    except OSError as error:
+        raise PlaceError(f"cannot write the token file {path}: {error.strerror}; choose another --state-dir") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return read_token_file(path)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give the finished file its name. Of two starters the first wins, and the other reads its token."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        os.replace(temporary, path)
+
+
+def read_token_file(path: Path) -> str:
+    """The token in that file. Raise `FileNotFoundError`, or `PlaceError` where others can read it or it is too short."""
+    try:
+        status = path.stat()
+        token = path.read_text().strip()
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlaceError(f"cannot read the token file {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PlaceError(f"the token file {path} can be read by others; chmod 600 {path}")
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii():
+        raise PlaceError(f"the token file {path} holds no token of {MIN_TOKEN_CHARS} ASCII characters or more; remove it")
+    return token
+
+
+def _read_toml(path: Path) -> list[tuple[bytes, Principal]]:
+    try:
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PlaceError(f"the token list {path} can be written by others; chmod go-w {path}")
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise PlaceError(f"cannot read the token list {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the token list {path} is no TOML: {error}") from None
+    rows = content.get("token", [])
+    if not isinstance(rows, list) or set(content) - {"token"}:
+        raise UsageError(f"the token list {path} may hold only [[token]] tables")
+    return [_toml_entry(path, number, row) for number, row in enumerate(rows, 1)]
+
+
+def _toml_entry(path: Path, number: int, row: object) -> tuple[bytes, Principal]:
+    where = f"entry {number} of the token list {path}"
+    if not isinstance(row, dict) or set(row) != {"name", "role", "sha256"} or not all(isinstance(v, str) for v in row.values()):
+        raise UsageError(f"{where} must have the texts name, role and sha256, and nothing else")
+    roles = {role.name.lower(): role for role in Role}
+    if row["role"] not in roles:
+        raise UsageError(f"{where} has the role {row['role']!r}; the roles are {', '.join(roles)}")
+    try:
+        digest = bytes.fromhex(row["sha256"])
+    except ValueError:
+        digest = b""
+    if len(digest) != 32 or not row["name"]:
+        raise UsageError(f"{where} needs a name and a sha256 of 64 hexadecimal digits")
+    return digest, Principal(row["name"], roles[row["role"]])

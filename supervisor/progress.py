@@ -1,0 +1,144 @@
+"""What shows that a job gets on: reports, beats, first steps, checkpoints, observed section times."""
+
+from msgspec.structs import replace
+
+from rsup.supervisor.events import AgentHeard
+from rsup.supervisor.records import CheckpointSaved, SectionSaved
+from rsup.supervisor.rendezvous import found
+from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge
+from rsup.supervisor.states import AgentState, JobState, Phase, Role
+from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import CheckpointCommitted, Limits, RankBeat, SectionsObserved, SetLimits
+
+_AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING)
+NOTICEABLE_CHANGE = 0.05
+"""A calculated limit that moved by less than this part of it is not pushed to the agents again."""
+
+
+def heard(turn: Turn, event: AgentHeard) -> None:
+    """A report: acknowledged commands leave the outbox, beats show how far the ranks are."""
+    agent = turn.state.agents.get(event.agent_id)
+    if agent is None or agent.dead:
+        return
+    if agent.role is Role.LOST:
+        found(turn, event.agent_id)
+        agent = turn.state.agents[event.agent_id]
+    if agent.number_commands or event.acked_command > agent.last_command:
+        _renumber(turn, event.agent_id, agent, event.acked_command)
+    elif agent.outbox and agent.outbox[0].sequence <= event.acked_command:
+        turn.change_agent(event.agent_id, outbox=[c for c in agent.outbox if c.sequence > event.acked_command])
+    if event.beats and event.epoch == turn.state.epoch and turn.state.phase in _AT_WORK:
+        _beats(turn, event.agent_id, event.beats)
+
+
+def _renumber(turn: Turn, agent_id: str, agent: AgentState, acked_command: int) -> None:
+    """The agent has performed commands of a supervisor whose memory is lost: ours go on from its number."""
+    outbox = [replace(command, sequence=acked_command + 1 + i) for i, command in enumerate(agent.outbox)]
+    turn.change_agent(agent_id, outbox=outbox, last_command=acked_command + len(outbox), number_commands=False)
+
+
+def _beats(turn: Turn, agent_id: str, beats: list[RankBeat]) -> None:
+    state = turn.state
+    iterations = [beat.iteration for beat in beats]
+    highest, lowest = max(iterations), min(iterations)
+    if highest > state.attempt_iteration:
+        turn.change(
+            attempt_iteration=highest,
+            iteration=max(state.iteration, highest),
+            counts_iterations=True,
+        )
+    agent = turn.state.agents[agent_id]
+    if state.stepped or agent.stepped or agent.group_rank < 0 or len(beats) < agent.info.num_ranks or lowest <= 0:
+        return
+    start = state.current.start_iteration if state.current is not None else 0
+    first = agent.first_iteration or lowest
+    stepped = lowest > start or lowest > first
+    turn.change_agent(agent_id, first_iteration=first, stepped=stepped)
+    if stepped and all(a.stepped for a in turn.state.agents.values() if a.group_rank >= 0 and a.role is not Role.GONE):
+        turn.change(stepped=True)
+        first_step(turn, f"every rank has stepped (iteration {lowest})")
+
+
+def first_step(turn: Turn, how: str) -> None:
+    """Every rank of the attempt is under way: the job has recovered, if it had failed before."""
+    state = turn.state
+    if state.current is None:
+        return
+    current = replace(state.current, first_step_us=turn.now.us)
+    turn.change(current=current)
+    turn.record(current)
+    incident = state.incident
+    if incident is None or incident.attempt >= state.attempt:
+        turn.log("FirstStep", how)
+        return
+    incident = replace(incident, recovered_us=turn.now.us)
+    turn.record(incident)
+    turn.change(incident=None if state.stepped else incident)
+    took_s = (turn.now.us - (incident.detected_us or incident.at_us)) / 1e6
+    lost = f", {incident.lost_iterations} iterations are done again" if incident.lost_iterations else ""
+    turn.log("Recovered", f"{how}, {took_s:.2f} s after the failure of attempt {incident.attempt} was found{lost}")
+
+
+def guess_first_step(turn: Turn) -> None:
+    """A script that never showed iterations is taken to be under way when all its ranks run (beats may correct this)."""
+    state = turn.state
+    if state.attempt > 1 and not state.counts_iterations and state.current is not None and state.current.first_step_us is None:
+        first_step(turn, "every rank runs (the script shows no iterations)")
+
+
+def checkpoint_committed(turn: Turn, agent_id: str, fact: CheckpointCommitted) -> None:
+    """A checkpoint is durable: it refills the restart budget, and a stop that waited for it counts as clean."""
+    state = turn.state
+    turn.record(CheckpointSaved(state.key, fact.attempt, fact.iteration, fact.path, fact.at_us, fact.duration_s))
+    turn.change(
+        checkpoint=max(state.checkpoint, fact.iteration),
+        iteration=max(state.iteration, fact.iteration),
+        attempt_iteration=max(state.attempt_iteration, fact.iteration),
+        counts_iterations=True,
+        stop=replace(state.stop, saved=True) if state.stop is not None else None,
+    )
+    text = f"checkpoint of iteration {fact.iteration} is durable: {fact.path} ({fact.duration_s:.2f} s)"
+    turn.log("CheckpointCommitted", text, at_us=fact.at_us, node=state.agents[agent_id].info.node)
+
+
+def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None:
+    """Section times of one node: limits may be due."""
+    state = turn.state
+    before, observed = state.limits, merge(state.observed, fact)
+    limits, observed = calculate(before, state.spec.limits, observed, fact.closing)
+    if state.phase not in _AT_WORK or not _noticeable(before, limits):
+        limits = before
+    turn.change(limits=limits, observed=observed)
+    _record_sections(turn, state, fact.closing)
+    if limits is before:
+        return
+    new = {name: limit for name, limit in limits.sections.items() if limit is not None and name in limits.calculated}
+    if limits.out_of_section_s is not None and OUT_OF_SECTION in limits.calculated:
+        new[OUT_OF_SECTION] = limits.out_of_section_s
+    listed = ", ".join(f"{name} {limit:.3g} s" for name, limit in sorted(new.items()))
+    use = "enforced" if limits.enforce_calculated else "reported only"
+    reason = f"limits from observed times ({use}): {listed}"
+    turn.log("SetLimits", reason, data={"limits": dict(new)})
+    for member_id, member in list(turn.state.agents.items()):
+        if member.live_attempt and member.live_attempt == turn.state.attempt:
+            turn.command(member_id, SetLimits(0, reason, limits))
+
+
+def _noticeable(before: Limits, after: Limits) -> bool:
+    if before.calculated != after.calculated or set(before.sections) != set(after.sections):
+        return True
+    pairs = [(before.sections[name], after.sections[name]) for name in after.sections]
+    pairs.append((before.out_of_section_s, after.out_of_section_s))
+    return any(
+        (old is None) != (new is None) or (old and new and abs(new - old) > NOTICEABLE_CHANGE * old) for old, new in pairs
+    )
+
+
+def _record_sections(turn: Turn, old: JobState, closing: bool) -> None:
+    state = turn.state
+    for name, seen in state.observed.sections.items():
+        before = old.observed.sections.get(name)
+        limit_s = state.limits.sections.get(name)
+        if closing or before is None or seen.longest_s > before.longest_s or limit_s != old.limits.sections.get(name):
+            calculated = name in state.limits.calculated
+            turn.record(SectionSaved(state.key, name, limit_s, calculated, seen.longest_s, seen.times))

@@ -1,0 +1,291 @@
+"""The commands that read a job's story, and `rsup stop` and `rsup checkpoint`, which ask the supervisor for something.
+
+Times are UTC. Nothing heavy is imported before it is needed: `rsup jobs --help` must be quick.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from rsup.supervisor import places
+from rsup.supervisor.job_name import JobName
+from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
+from rsup.supervisor.render import paint_for, terminal_width
+from rsup.supervisor.wire import UsageError
+
+WATCH_INTERVAL_S = 1.0
+FOLLOW_INTERVAL_S = 0.3
+PAGE = 500
+
+Json = dict[str, Any]
+
+DESCRIPTIONS = {
+    "jobs": "List jobs, newest first.",
+    "status": "Show a job: state, ranks, incidents, checkpoints, goodput.",
+    "events": "Print a job's events: what happened, what was decided, and why.",
+    "stacks": "Print the stacks that were taken when a job last hung.",
+    "report": "Tell the story of a job: what happened, how it was found, how long recovery took, what was lost.",
+    "stop": "Ask a job to save and leave.",
+    "checkpoint": "Ask a job for a checkpoint at its next iteration.",
+}
+VERBS = tuple(DESCRIPTIONS)
+
+
+def main(verb: str, argv: Sequence[str]) -> int:
+    """Run `rsup VERB ARGV`; return the exit code. Raise `RsupError`; Ctrl-C and a reader that has gone are the caller's too."""
+    return _RUN[verb](_parser(verb).parse_args(list(argv)))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"rsup {verb}", description=DESCRIPTIONS[verb], allow_abbrev=False)
+    if verb in ("stop", "checkpoint"):
+        parser.add_argument("job", metavar="JOB", help="ID, ID.RUN or OWNER/ID")
+        parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the job's story")
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    elif verb != "jobs":
+        parser.add_argument("job", metavar="JOB", nargs="?", help="ID, ID.RUN or OWNER/ID (default: the newest job)")
+    if verb == "jobs":
+        parser.add_argument("--limit", type=_count, default=20, metavar="N", help="how many (default 20)")
+        parser.add_argument("--state", default="", help="only jobs in this state, or `live` for all that have not ended")
+        parser.add_argument("--owner", default="", help="only jobs of this user")
+    if verb == "status":
+        parser.add_argument("--watch", action="store_true", help="show it again every second until the job ends")
+        parser.add_argument(
+            "--page", action="store_true", help="print the address of the web page, signed in, and nothing else"
+        )
+    if verb == "events":
+        parser.add_argument("--follow", action="store_true", help="go on with new events until the job ends")
+        parser.add_argument("--last", type=_count, default=None, metavar="N", help="begin with the newest N events")
+    if verb == "stacks":
+        parser.add_argument("--rank", type=int, default=None, metavar="R", help="of this rank only")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--state-dir", default=None, metavar="DIR", help="where the store is [RSUP_STATE_DIR]")
+    parser.add_argument("--supervisor", default="", metavar="URL", help="ask this supervisor [RSUP_SUPERVISOR_URL]")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000000")
+    return int(text)
+
+
+def _sources(arguments: argparse.Namespace) -> Sources:
+    return Sources(places.state_dir(arguments.state_dir), arguments.supervisor, note=_note)
+
+
+def _note(text: str) -> None:
+    print(f"rsup: {text}", file=sys.stderr)
+
+
+def _print_json(content: object, indent: int | None = 2) -> None:
+    print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _jobs(arguments: argparse.Namespace) -> int:
+    from rsup.supervisor.status_text import jobs_text
+
+    found = _sources(arguments).read(lambda source: source.jobs(arguments.limit, arguments.state, arguments.owner))
+    if arguments.json:
+        _print_json(found)
+    elif not found and (arguments.state or arguments.owner):
+        print("no such jobs")
+    else:
+        print(jobs_text(found, terminal_width(sys.stdout), paint_for(sys.stdout)))
+    return 0
+
+
+def _pinned(sources: Sources, given: str | None) -> JobName:
+    """The job with owner and run, so that a later run of the id does not take its place while we look."""
+    asked = _asked(sources, given)
+    return name_of(sources.read(lambda source: source.status(asked, stacks=False))["job"])
+
+
+def _asked(sources: Sources, given: str | None) -> JobName:
+    """The job as it was given, else the newest."""
+    return JobName("", "", given) if given else sources.read(lambda source: source.newest())
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    sources = _sources(arguments)
+    if arguments.page:
+        print(f"{sources.address()}/?token={sources.token()}")
+        return 0
+    if arguments.watch:
+        return _watch(sources, _pinned(sources, arguments.job), arguments.json)
+    job = _asked(sources, arguments.job)
+    _show(sources.read(lambda source: source.status(job, stacks=True)), arguments.json)
+    return 0
+
+
+def _show(status: Json, as_json: bool) -> None:
+    from rsup.supervisor.status_text import status_text
+
+    if as_json:
+        _print_json(status)
+    else:
+        print(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
+
+
+def _watch(sources: Sources, job: JobName, as_json: bool) -> int:
+    from rsup.supervisor.status_text import status_text
+
+    on_screen = sys.stdout.isatty() and not as_json
+    while True:
+        status = sources.read(lambda source: source.status(job, stacks=False))
+        if as_json:
+            _print_json(status, indent=None)
+        elif on_screen:
+            _redraw(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
+        else:
+            print(status_text(status), end="\n\n", flush=True)
+        if status["job"]["state"] == "ended":
+            return 0
+        time.sleep(WATCH_INTERVAL_S)
+
+
+def _redraw(text: str) -> None:
+    """Over the last picture, cut to the screen: what is longer would scroll the top away."""
+    lines = text.splitlines()
+    height = max(2, shutil.get_terminal_size().lines - 1)
+    if len(lines) > height:
+        lines = [*lines[: height - 1], f"... {len(lines) - height + 1} more lines"]
+    sys.stdout.write("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
+    sys.stdout.flush()
+
+
+def _events(arguments: argparse.Namespace) -> int:
+    sources = _sources(arguments)
+    job = _pinned(sources, arguments.job)
+    if arguments.follow:
+        return _follow(sources, job, arguments)
+    found = _news(sources, job, 0)
+    if arguments.last is not None:
+        found = found[-arguments.last :]
+    if arguments.json:
+        _print_json(found)
+    else:
+        _print_events(found, as_json=False)
+        if not found:
+            print("no events yet")
+    return 0
+
+
+def _follow(sources: Sources, job: JobName, arguments: argparse.Namespace) -> int:
+    """One event a line (JSON too), until the job has ended and its last event is printed."""
+    news = _news(sources, job, 0)
+    seen = news[-1]["number"] if news else 0
+    if arguments.last is not None:
+        news = news[-arguments.last :]
+    ended, asked_s = False, 0.0
+    while True:
+        _print_events(news, arguments.json)
+        if ended and not news:
+            return 0
+        if not ended and time.monotonic() - asked_s >= WATCH_INTERVAL_S:
+            asked_s = time.monotonic()
+            ended = sources.read(lambda source: source.status(job, stacks=False))["job"]["state"] == "ended"
+        if not ended:
+            time.sleep(FOLLOW_INTERVAL_S)
+        news = _news(sources, job, seen)
+        seen = news[-1]["number"] if news else seen
+
+
+def _news(sources: Sources, job: JobName, seen: int) -> list[Json]:
+    found: list[Json] = []
+    while True:
+        page = _page_of_events(sources, job, found[-1]["number"] if found else seen)
+        found += page
+        if len(page) < PAGE:
+            return found
+
+
+def _page_of_events(sources: Sources, job: JobName, after: int) -> list[Json]:
+    return sources.read(lambda source: source.events(job, after, PAGE))
+
+
+def _print_events(events: Sequence[Json], as_json: bool) -> None:
+    from rsup.supervisor.report_text import event_line
+
+    for event in events:
+        if as_json:
+            _print_json(event, indent=None)
+        else:
+            print(event_line(event, paint_for(sys.stdout)), flush=True)
+
+
+def _stacks(arguments: argparse.Namespace) -> int:
+    from rsup.supervisor.report_text import stacks_text
+
+    sources = _sources(arguments)
+    job = _asked(sources, arguments.job)
+    found = sources.read(lambda source: source.stacks(job, arguments.rank))
+    if arguments.json:
+        _print_json(found)
+    else:
+        print(stacks_text(found, paint_for(sys.stdout)))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rsup.supervisor.report_text import report_text
+
+    sources = _sources(arguments)
+    job = _asked(sources, arguments.job)
+    status = sources.read(lambda source: source.status(job, stacks=arguments.json))
+    if "incidents" not in status:
+        raise QueryError(
+            f"job {status['job']['name']} belongs to {status['job']['owner']}: only its owner and operators see its story"
+        )
+    if arguments.json:
+        _print_json({**status, "report": report_text(status)})
+    else:
+        print(report_text(status, paint_for(sys.stdout)))
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------- changing
+
+
+def _change(verb: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        job = JobName("", "", arguments.job)
+        answer = _supervisor(_sources(arguments), verb).change(verb, job, arguments.reason, arguments.dry_run)
+        if arguments.json:
+            _print_json(answer)
+        else:
+            print(answer["message"])
+        return 0
+
+    return run
+
+
+def _supervisor(sources: Sources, verb: str) -> RestSource:
+    try:
+        return sources.supervisor()
+    except QueryError as error:
+        raise QueryError(f"{error}, and only the supervisor of a job can {verb} it; see `rsup jobs`") from None
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "jobs": _jobs,
+    "status": _status,
+    "events": _events,
+    "stacks": _stacks,
+    "report": _report,
+    "stop": _change("stop"),
+    "checkpoint": _change("checkpoint"),
+}

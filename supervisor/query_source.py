@@ -1,0 +1,285 @@
+"""Where a query gets its answer: from the running supervisor over REST, so that beats are live, else from the store.
+
+Imports of the database are inside functions: a command that asks the supervisor, or only for `--help`, does without.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from rsup.supervisor import places
+from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.job_name import JobName
+from rsup.supervisor.principals import owner_name, read_token_file
+from rsup.supervisor.wire import RsupError, UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from rsup.supervisor.job_selector import FoundJob
+
+REQUEST_TIMEOUT_S = 15.0
+MAX_PAGE = 1000
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Json = dict[str, Any]
+Answer = TypeVar("Answer")
+
+
+class QueryError(RsupError):
+    """The question cannot be answered; the text is what the supervisor or the store says about it."""
+
+
+class NoAnswer(QueryError):
+    """Nobody answers at the supervisor's address."""
+
+
+class Source(Protocol):
+    """Answers in the shapes of `views`. Raises `RsupError`."""
+
+    def jobs(self, limit: int, state: str, owner: str) -> list[Json]:
+        """The newest jobs."""
+        ...
+
+    def newest(self) -> JobName:
+        """The newest job: one's own if there is any."""
+        ...
+
+    def status(self, job: JobName, stacks: bool) -> Json:
+        """`views.job_status`, or its public part."""
+        ...
+
+    def events(self, job: JobName, after: int, limit: int) -> list[Json]:
+        """Events after a number."""
+        ...
+
+    def stacks(self, job: JobName, rank: int | None) -> Json:
+        """`story_views.job_stacks`."""
+        ...
+
+
+class RestSource:
+    """A supervisor at `address` (`http://host:port`). Proxies of the environment are not used: it is in the cluster."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address.rstrip("/")
+        self._token = token
+        self._opener = build_opener(ProxyHandler({}))
+
+    def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
+        """The newest jobs, over as many pages as needed."""
+        found: list[Json] = []
+        cursor: str | None = ""
+        while cursor is not None and len(found) < limit:
+            size = min(MAX_PAGE, limit - len(found))
+            answer = self._get("/jobs", limit=size, cursor=cursor, state=state, owner=owner)
+            found += answer["items"]
+            cursor = answer["next_cursor"]
+        return found
+
+    def newest(self) -> JobName:
+        """The newest job, one's own if there is any."""
+        found = self.jobs(1, owner=owner_name()) or self.jobs(1)
+        if not found:
+            raise QueryError("no jobs yet: start one with `rsup launch`")
+        return name_of(found[0])
+
+    def status(self, job: JobName, stacks: bool) -> Json:
+        """The job's status."""
+        return self._get_of(job, "", stacks=str(stacks).lower())
+
+    def events(self, job: JobName, after: int, limit: int) -> list[Json]:
+        """Events after a number."""
+        items: list[Json] = self._get_of(job, "/events", cursor=after, limit=min(limit, MAX_PAGE))["items"]
+        return items
+
+    def stacks(self, job: JobName, rank: int | None) -> Json:
+        """Stacks of the newest incident that has some."""
+        return self._get_of(job, "/stacks", **({} if rank is None else {"rank": rank}))
+
+    def change(self, verb: str, job: JobName, reason: str, dry_run: bool) -> Json:
+        """Ask for a `stop` or a `checkpoint`."""
+        body = json.dumps({"reason": reason, "dry_run": dry_run}).encode()
+        return self._ask(*self._job_place(job, f"/{verb}", {}), body)
+
+    def _get_of(self, job: JobName, rest: str, **query: object) -> Json:
+        return self._ask(*self._job_place(job, rest, query))
+
+    def _job_place(self, job: JobName, rest: str, query: dict[str, object]) -> tuple[str, dict[str, object]]:
+        return f"/jobs/{quote(job.name, safe='')}{rest}", {"owner": job.owner, "cluster": job.cluster, **query}
+
+    def _get(self, path: str, **query: object) -> Json:
+        return self._ask(path, query)
+
+    def _ask(self, path: str, query: dict[str, object], body: bytes | None = None) -> Json:
+        url = f"{self._address}/api/v1{path}?{urlencode(query)}"
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        try:
+            with self._opener.open(Request(url, data=body, headers=headers), timeout=REQUEST_TIMEOUT_S) as answer:
+                content: Json = json.load(answer)
+                return content
+        except HTTPError as error:
+            with error:
+                raise QueryError(_detail(error)) from None
+        except (URLError, HTTPException, OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise NoAnswer(f"no answer from the supervisor at {self._address}: {reason}") from None
+
+
+class StoreSource:
+    """The store of a state directory. Where there is none yet, it has no jobs."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+
+    def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
+        """The newest jobs."""
+        from rsup.supervisor.views import list_jobs
+
+        with self._reading() as connection:
+            return [] if connection is None else list_jobs(connection, limit=limit, state=state, owner=owner)[0]
+
+    def newest(self) -> JobName:
+        """The newest job, one's own if there is any."""
+        found = self.jobs(1, owner=owner_name()) or self.jobs(1)
+        if not found:
+            raise QueryError(f"no jobs yet in {self._state}: start one with `rsup launch`")
+        return name_of(found[0])
+
+    def status(self, job: JobName, stacks: bool) -> Json:
+        """The job's status, with the last beats that were stored."""
+        from rsup.supervisor.views import job_status
+
+        with self._filled(job) as connection:
+            found = self._find(connection, job)
+            return job_status(connection, found, now_us=time.time_ns() // 1000, with_stacks=stacks)
+
+    def events(self, job: JobName, after: int, limit: int) -> list[Json]:
+        """Events after a number."""
+        from rsup.supervisor.story_views import list_events
+
+        with self._filled(job) as connection:
+            found = self._find(connection, job)
+            return list_events(connection, found, after=after, limit=limit)[0]
+
+    def stacks(self, job: JobName, rank: int | None) -> Json:
+        """Stacks of the newest incident that has some."""
+        from rsup.supervisor.story_views import job_stacks
+
+        with self._filled(job) as connection:
+            return job_stacks(connection, self._find(connection, job), rank=rank)
+
+    def _find(self, connection: "Connection", job: JobName) -> "FoundJob":
+        from rsup.supervisor.job_selector import find_job
+
+        return find_job(connection, job.name, owner=job.owner, cluster=job.cluster, prefer_owner=owner_name())
+
+    @contextlib.contextmanager
+    def _filled(self, job: JobName) -> "Iterator[Connection]":
+        with self._reading() as connection:
+            if connection is None:
+                raise QueryError(f"no job {job.name[:200]!r}: {self._state} has no jobs yet; `rsup jobs` lists them")
+            yield connection
+
+    @contextlib.contextmanager
+    def _reading(self) -> "Iterator[Connection | None]":
+        """A connection to the store, None where there is none yet."""
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from rsup.supervisor.database import describe, find_database, reader_engine, split_target
+        from rsup.supervisor.schema import check_revision, read_revision
+
+        target = find_database(self._state)
+        place = split_target(target)
+        if isinstance(place, Path) and not place.exists():
+            yield None
+            return
+        engine = reader_engine(target)
+        try:
+            with engine.connect() as connection:
+                revision = read_revision(connection)
+                if revision is not None:
+                    check_revision(revision, describe(target))
+                yield connection if revision is not None else None
+        except SQLAlchemyError as error:
+            cause = getattr(error, "orig", None) or error
+            raise QueryError(f"the store {describe(target)} cannot be read ({cause}); run `rsup db check`") from None
+        finally:
+            engine.dispose()
+
+
+class Sources:
+    """Chooses the source anew for each question: a supervisor may go and come while a command watches. `note` is told once
+    whenever the answers begin to come from the store."""
+
+    def __init__(self, state: Path, url: str, note: Callable[[str], None]) -> None:
+        self._state = state
+        self._given = url
+        self._url = url or os.environ.get("RSUP_SUPERVISOR_URL", "")
+        self._note = note
+        self._noted = ""
+
+    def read(self, question: Callable[[Source], Answer]) -> Answer:
+        """The answer to `question`."""
+        try:
+            supervisor = self.supervisor()
+            answer = question(supervisor)
+            self._noted = ""
+            return answer
+        except NoAnswer as error:
+            if self._given:
+                raise
+            if self._noted != str(error):
+                self._noted = str(error)
+                self._note(f"{error}; reading the store")
+        return question(StoreSource(self._state))
+
+    def supervisor(self) -> RestSource:
+        """The running supervisor. Raise `NoAnswer` where none runs."""
+        return RestSource(self.address(), self.token())
+
+    def address(self) -> str:
+        """Where the supervisor answers: as given, else as `supervisor.json` says. Raise `NoAnswer` where none runs."""
+        if self._url:
+            if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
+                raise UsageError(f"{self._url!r} is no address of a supervisor; write http://host:port")
+            return self._url
+        file = places.read_supervisor_file(self._state)
+        if file is None:
+            raise NoAnswer("no supervisor runs")
+        here = (file.host, file.boot_id) == (places.this_host(), places.boot_id())
+        if here and (process_start_ticks(file.pid) or -1) != file.start_ticks:
+            raise NoAnswer("no supervisor runs")
+        if not file.rest:
+            raise NoAnswer(f"the supervisor (pid {file.pid} on {file.host}) serves no page")
+        if not here and urlsplit(file.rest).hostname in LOOPBACK:
+            raise NoAnswer(f"the supervisor runs on {file.host} and answers only there")
+        return file.rest
+
+    def token(self) -> str:
+        """The token of `RSUP_TOKEN_FILE`, else of the state directory. Raise `QueryError` where there is none."""
+        path = Path(os.environ.get("RSUP_TOKEN_FILE") or self._state / "token")
+        try:
+            return read_token_file(path)
+        except FileNotFoundError:
+            raise QueryError(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
+
+
+def name_of(job: Json) -> JobName:
+    """What names exactly that run of that job. A run of 1 is written too, since a newer one may come meanwhile."""
+    return JobName(job["cluster"], job["owner"], f"{job['id']}.{job['run']}")
+
+
+def _detail(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["detail"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"the supervisor answered with status {error.code}"

@@ -1,0 +1,119 @@
+"""`rsup report`, and events and stacks for people: a job's story from the dicts of `views`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, moment, percent, plural
+from rsup.supervisor.status_text import short_device, state_of
+
+Json = Mapping[str, Any]
+LEVEL_COLOURS = {"warning": "yellow", "error": "red"}
+
+
+def report_text(status: Json, paint: Paint = PLAIN) -> str:
+    """What happened to a job: how it went, each incident with how it was found, what recovery took and what was lost."""
+    job, goodput = status["job"], status["goodput"]
+    parts = [_how_it_went(status, paint)]
+    count = status["counts"]["incidents"]
+    if count > len(status["incidents"]):
+        parts.append(f"Of {count} incidents the newest {len(status['incidents'])}:")
+    parts += [_incident(one, job, paint) for one in status["incidents"]]
+    if not status["incidents"]:
+        parts.append("Nothing went wrong that rsup noticed.")
+    parts.append(_time(goodput))
+    parts.append(_checkpoints(status["checkpoints"], status["counts"]["checkpoints"]))
+    return "\n\n".join(parts)
+
+
+def _how_it_went(status: Json, paint: Paint) -> str:
+    job = status["job"]
+    ended = f", exit code {job['exit_code']}" if job["exit_code"] is not None else ""
+    lines = [paint(f"Job {clean(job['name'])} of {clean(job['owner'])}: {state_of(job)}{ended}", "bold")]
+    if job["reason"]:
+        lines.append(f"  {clean(job['reason'])}")
+    if job["command"]:
+        lines.append(f"  {clean(job['command'])}")
+    until = f"to {moment(job['ended'])}" if job["ended"] else "until now"
+    lines.append(f"  {moment(job['created'])} {until}, {duration(status['goodput']['wall_s'])}")
+    size = f"{plural(job['num_ranks'], 'rank')} on {plural(job['num_nodes'], 'node')}"
+    reached = f", iteration {job['iteration']} reached" if job["iteration"] else ""
+    lines.append(f"  {size}, {plural(status['counts']['attempts'], 'attempt')}{reached}")
+    return "\n".join(lines)
+
+
+def _incident(one: Json, job: Json, paint: Paint) -> str:
+    soft = one["kind"] == "suspected-hang"
+    where = f", iteration {one['iteration']}" if one["iteration"] else ""
+    head = f"Incident {one['incident']}: {one['kind']}"
+    lines = [f"{paint(head, 'yellow' if soft else 'red')}, {moment(one['at'])}, attempt {one['attempt']}{where}"]
+    rows = [("what", clean(one["text"])), ("where", _place(one)), ("found by", _found(one))]
+    if one["victims"]:
+        rows.append(("only waited", f"rank {', '.join(str(rank) for rank in one['victims'])}"))
+    rows += [("recovery", _recovery(one, job, soft)), ("lost", _lost(one, soft))]
+    if one["num_stacks"]:
+        rows.append(("stacks", f"{one['num_stacks']}: `rsup stacks {clean(job['name'])}`"))
+    return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows if text)])
+
+
+def _place(one: Json) -> str:
+    who = f"rank {one['rank']}" if one["rank"] is not None else ""
+    return ", ".join(clean(part) for part in (who, one["node"], short_device(one["device"])) if part)
+
+
+def _found(one: Json) -> str:
+    if one["detection_s"] is None:
+        return clean(one["found_by"])
+    delay = f"after {duration(one['detection_s'])}" if one["detection_s"] >= 0.001 else "at once"
+    return f"{clean(one['found_by']) or 'rsup'}, {delay}"
+
+
+def _recovery(one: Json, job: Json, soft: bool) -> str:
+    if one["recovery_s"] is not None:
+        return f"{duration(one['recovery_s'])} until every rank had stepped again"
+    if soft:
+        return "nothing was killed"
+    return "none: the job ended" if job["ended"] else "not yet"
+
+
+def _lost(one: Json, soft: bool) -> str:
+    if one["lost_iterations"] is None:
+        return "" if soft else "unknown"
+    return plural(one["lost_iterations"], "iteration") if one["lost_iterations"] else "nothing"
+
+
+def _time(goodput: Json) -> str:
+    if goodput["ratio"] is None:
+        return f"Time: {duration(goodput['wall_s'])} in all; no rank reported an iteration, so goodput is unknown."
+    return (
+        f"Time: {duration(goodput['wall_s'])} in all, {duration(goodput['productive_s'])} of it training that was kept"
+        f" (goodput {percent(goodput['ratio'])}),\n  {duration(goodput['lost_s'])} lost to faults,"
+        f" {duration(goodput['down_s'])} starting, recovering and ending."
+    )
+
+
+def _checkpoints(checkpoints: Sequence[Json], count: int) -> str:
+    if not checkpoints:
+        return "No checkpoint was reported."
+    last = checkpoints[-1]
+    which = f"the last of iteration {last['iteration']} at {moment(last['at'])}"
+    return f"{plural(count, 'checkpoint')}, {which}: {clean(last['path'])}"
+
+
+def event_line(event: Json, paint: Paint = PLAIN) -> str:
+    """One event on one line."""
+    who = f" [{clean(event['principal'])}]" if event["principal"] else ""
+    text = f"{event['kind']}: {clean(event['text'])}{who}" if event["text"] else event["kind"]
+    return f"{paint(moment(event['at']), 'dim')}  {paint(clean(text), LEVEL_COLOURS.get(event['level'], ''))}"
+
+
+def stacks_text(found: Json, paint: Paint = PLAIN) -> str:
+    """Stacks with their ranks, equal ones once."""
+    if not found["stacks"]:
+        return str(clean(found["message"]))
+    head = f"incident {found['incident']} ({found['kind']}) at {moment(found['at'])}, attempt {found['attempt']}"
+    parts = [f"{head}: {clean(found['text'])}"]
+    for stack in found["stacks"]:
+        ranks = ", ".join(str(rank) for rank in stack.get("ranks", ()))
+        title = f"rank {ranks} ({clean(stack.get('source', ''))})"
+        parts.append(f"{paint(title, 'bold')}\n{clean_block(stack.get('text', ''))}")
+    return "\n\n".join(parts)

@@ -1,0 +1,100 @@
+"""What the REST interface needs of the supervisor, and nothing more: the seam to `main`, faked in tests.
+
+Requests run on threads of their own. They read the store over `engine`, which is read-only; they change nothing themselves:
+a `Change` goes to the supervisor's loop, which stores it with its principal.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends, Request
+from sqlalchemy import Connection, Engine
+
+from rsup.supervisor.principals import Principal, TokenBook
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.views import LiveBeats
+from rsup.supervisor.wire import SupervisorInfo
+
+
+@dataclass(frozen=True)
+class Change:
+    """What somebody asks for. `verb` is `stop` or `checkpoint`; `reason` is theirs, cleaned and bounded."""
+
+    verb: str
+    job: JobKey
+    principal: Principal
+    reason: str
+
+
+class ChangeReply(Protocol):
+    """The loop's answer: whether the request was taken up, and a sentence about it (`loop.OperatorReply`)."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+class LiveView(Protocol):
+    """What only the running supervisor knows. Called from request threads, so each answer must be safe to make there."""
+
+    def info(self) -> SupervisorInfo:
+        """This supervisor."""
+        ...
+
+    def beats(self, job: JobKey) -> LiveBeats | None:
+        """The newest beats of a live job, ages brought up to now; None for a job without any."""
+        ...
+
+    def loop_age_s(self) -> float:
+        """Time since the loop last turned; it turns at least every second."""
+        ...
+
+    def store_error(self) -> str:
+        """Why the store cannot be written now, empty if it can."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Numbers for `/metrics`, by name without `rsup_`: see `metrics.live_metrics`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RestContext:
+    """Everything a request may use. With `allowed_hosts` a request must name one of them as its Host (names without
+    port): set it for a loopback address, against DNS rebinding."""
+
+    engine: Engine
+    submit: "Callable[[Change], Future[ChangeReply]]"
+    tokens: TokenBook
+    live: LiveView
+    allowed_hosts: tuple[str, ...] = ()
+    reply_timeout_s: float = 10.0
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection for one answer."""
+        with self.engine.connect() as connection:
+            yield connection
+
+    def supervisor(self) -> dict[str, Any]:
+        """The supervisor as job status shows it. `address` is the page's."""
+        info = self.live.info()
+        same = {"instance": info.instance, "pid": info.pid, "host": info.host, "embedded": info.embedded, "store": info.store}
+        return {"address": info.rest or None, **same}
+
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def context_of(request: Request) -> RestContext:
+    """The context that `app.make_app` was given."""
+    context: RestContext = request.app.state.context
+    return context
+
+
+Context = Annotated[RestContext, Depends(context_of)]

@@ -1,0 +1,117 @@
+"""What every request passes first: its Host, its size, who it is from; and the headers that every answer gets."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Depends, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rsup.supervisor.principals import Principal
+from rsup.supervisor.rest.context import Context
+from rsup.supervisor.rest.problems import problem, refused
+
+MAX_BODY_BYTES = 64 * 1024
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+NO_TOKEN = "no token: send `Authorization: Bearer TOKEN` with the one in the file `token` of the supervisor's state directory"
+WRONG_TOKEN = "this token is not known here: use the one in the file `token` of the supervisor's state directory"
+
+
+class Guard:
+    """ASGI middleware: refuse a foreign Host (DNS rebinding) and bodies over `MAX_BODY_BYTES`, set `HEADERS`."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        if not self._host_allowed(headers.get("host", "")) and scope["path"] != "/healthz":
+            detail = f"this supervisor does not answer to that host name; use http://{self._allowed_hosts[0]}:PORT"
+            await problem(Request(scope), 421, detail)(scope, receive, send_with_headers)
+        elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            detail = f"the body is longer than the {MAX_BODY_BYTES} bytes allowed"
+            await problem(Request(scope), 413, detail, {"Connection": "close"})(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, _bounded(receive), send_with_headers)
+
+    def _host_allowed(self, host: str) -> bool:
+        if not self._allowed_hosts:
+            return True
+        try:
+            return urlsplit(f"//{host}").hostname in self._allowed_hosts
+        except ValueError:
+            return False
+
+
+def _bounded(receive: Receive) -> Receive:
+    """`receive` that refuses a body without length once it has grown too long."""
+    received = 0
+
+    async def receive_bounded() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is longer than the {MAX_BODY_BYTES} bytes allowed")
+        return message
+
+    return receive_bounded
+
+
+def cookie_name(request: Request) -> str:
+    """Cookies do not know ports, supervisors on one host do: the name carries the port."""
+    return f"rsup_token_{request.url.port or 0}"
+
+
+_bearer = HTTPBearer(auto_error=False, description="the token in the file `token` of the supervisor's state directory")
+
+
+def find_principal(
+    request: Request, context: Context, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Principal:
+    """Who asks, by bearer header or the page's cookie. A cookie changes something only from the page itself: other pages of
+    the same host, on other ports, are `same-site` and would send it too."""
+    if bearer is not None:
+        token = bearer.credentials
+    else:
+        token = request.cookies.get(cookie_name(request), "")
+        if not token:
+            raise refused(401, NO_TOKEN)
+        if request.method not in SAFE_METHODS and not _same_origin(request):
+            raise refused(403, "a request with the page's cookie must come from the page itself; send a bearer token")
+    principal = context.tokens.find(token)
+    if principal is None:
+        raise refused(401, WRONG_TOKEN)
+    return principal
+
+
+def _same_origin(request: Request) -> bool:
+    return request.headers.get("origin") == f"{request.url.scheme}://{request.headers.get('host')}"
+
+
+Asker = Annotated[Principal, Depends(find_principal)]

@@ -1,0 +1,66 @@
+"""Whether the supervisor lives (`/healthz`), can do its work (`/readyz`), who it is, and its `/metrics`.
+
+`/healthz` and `/readyz` need no token: they say nothing but yes or no. `/metrics` shows totals to everybody with a token,
+single jobs to who may read them.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from rsup.supervisor import metrics, views
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rest.context import Context
+from rsup.supervisor.rest.guards import Asker
+from rsup.supervisor.rest.problems import documented, problem
+from rsup.supervisor.wire import RELEASE
+
+MAX_LOOP_AGE_S = 10.0
+MAX_JOBS = 1000
+
+router = APIRouter(tags=["supervisor"])
+
+
+@router.get("/healthz")
+def alive() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=documented(503))
+def ready(request: Request, context: Context) -> Response:
+    """The loop turns and the store can be written."""
+    loop_age_s, store_error = context.live.loop_age_s(), context.live.store_error()
+    if store_error:
+        return problem(request, 503, "the store cannot be written now; the supervisor's log says why")
+    if loop_age_s > MAX_LOOP_AGE_S:
+        return problem(request, 503, f"the supervisor's loop has not turned for {loop_age_s:.0f} s")
+    return Response('{"status":"ready"}', media_type="application/json")
+
+
+@router.get("/api/v1/supervisor", responses=documented(401))
+def supervisor(context: Context, asker: Asker) -> dict[str, Any]:
+    """This supervisor, and who you are to it."""
+    principal = {"name": asker.name, "role": asker.role.name.lower()}
+    return {"supervisor": context.supervisor(), "release": RELEASE, "principal": principal}
+
+
+@router.get("/metrics", responses=documented(401), response_class=Response)
+def prometheus(context: Context, asker: Asker) -> Response:
+    """Metrics in Prometheus' text format."""
+    with context.reading() as connection:
+        live_jobs, _ = views.list_jobs(connection, state="live", limit=MAX_JOBS)
+        families = metrics.store_metrics(connection)
+    ages_s = {metrics.job_label(job): _beat_ages_s(context.live.beats(_key(job))) for job in live_jobs}
+    every = [age for ages in ages_s.values() for age in ages]
+    families += metrics.live_metrics(RELEASE, every, context.live.loop_age_s(), context.live.counters())
+    families += metrics.job_metrics([job for job in live_jobs if asker.may_read(job["owner"])], ages_s)
+    return Response(metrics.render(families), media_type=metrics.CONTENT_TYPE)
+
+
+def _key(job: dict[str, Any]) -> JobKey:
+    return JobKey(job["cluster"], job["owner"], job["id"], job["run"])
+
+
+def _beat_ages_s(snapshot: views.LiveBeats | None) -> list[float]:
+    return [beat["beat_age_s"] for beat in (snapshot.ranks if snapshot else ()) if beat.get("beat_age_s", -1) >= 0]

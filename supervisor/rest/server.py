@@ -1,0 +1,81 @@
+"""Serves the application over HTTP on a thread of its own, so that the supervisor's loop never waits for a reader."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from rsup.supervisor.rest.context import LOOPBACK_HOSTS
+from rsup.supervisor.wire import RsupError
+
+STOP_TIMEOUT_S = 10.0
+
+
+class ListenError(RsupError):
+    """The address cannot be listened at."""
+
+
+class RestServer:
+    """One listening socket, bound at once (port 0: any), served from `start` to `stop`."""
+
+    def __init__(self, host: str, port: int, listening: socket.socket | None = None) -> None:
+        """`listening`: a socket that listens there already, taken over."""
+        self._socket = _listen(host, port) if listening is None else listening
+        self.port: int = self._socket.getsockname()[1]
+        self.address = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        self.allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS if host in LOOPBACK_HOSTS else ()
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, app: FastAPI, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        """Serve `app`. `on_failure` is called on the server's thread should it end with an error."""
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # it would hold the tokens of `/?token=`
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=512,
+            h11_max_incomplete_event_size=32 * 1024,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = server = uvicorn.Server(config)
+
+        def serve() -> None:
+            try:
+                asyncio.run(server.serve(sockets=[self._socket]))
+            except BaseException as error:
+                logging.getLogger("rsup.rest").error("the page's server ended: %s", error)
+                if on_failure is not None:
+                    on_failure(error)
+
+        self._thread = threading.Thread(target=serve, name="rsup-rest", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End serving; open requests get two seconds. May be called twice, and before `start`."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(timeout=STOP_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(128)
+    except OSError as error:
+        bound.close()
+        raise ListenError(f"cannot serve the page at {host}:{port}: {error.strerror}; choose another port") from None
+    return bound

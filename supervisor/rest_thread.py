@@ -1,0 +1,74 @@
+"""REST beside the loop: its socket is bound at once, its libraries are imported when somebody connects, or a little later.
+
+FastAPI and uvicorn take most of a second to import. An agent that waits for its `Welcome` must not wait for them too, and a
+job of two seconds need not pay for them at all. Until the server is up, connections wait in the listening socket's queue.
+"""
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from rsup.supervisor import places
+from rsup.supervisor.wire import RsupError
+
+START_AFTER_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class PageError(RsupError):
+    """The address of REST and the page could not be bound."""
+
+
+class RestThread:
+    """Owns the socket of REST. `serve(socket) -> stop` imports and starts the server, on a thread of ours."""
+
+    def __init__(self, endpoint: str, serve: Callable[[socket.socket], Callable[[], None]]) -> None:
+        host, port = places.split_endpoint(endpoint)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.host = host
+        self._serve = serve
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise PageError(f"cannot serve REST at {endpoint}: {error.strerror}; choose another --listen") from None
+        port = self._socket.getsockname()[1]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._thread: threading.Thread | None = None
+        self._stop_server: Callable[[], None] | None = None
+        self._bound_s = time.monotonic()
+
+    def fileno(self) -> int:
+        """The listening socket: readable when somebody wants the page."""
+        return self._socket.fileno()
+
+    def start_if_due(self) -> bool:
+        """Start the server if somebody has connected, or some seconds after binding; return whether it is started."""
+        if self._thread is None and (self._is_wanted() or time.monotonic() - self._bound_s >= START_AFTER_S):
+            self._thread = threading.Thread(target=self._run, name="rsup-rest-start", daemon=True)
+            self._thread.start()
+        return self._thread is not None
+
+    def stop(self) -> None:
+        """Stop serving and close the socket."""
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        if self._stop_server is not None:
+            self._stop_server()
+        self._socket.close()
+
+    def _is_wanted(self) -> bool:
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def _run(self) -> None:
+        try:
+            self._stop_server = self._serve(self._socket)
+        except (RsupError, ImportError, OSError) as error:
+            _log.error("REST and the page are not available: %s", error)

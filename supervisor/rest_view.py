@@ -1,0 +1,106 @@
+"""Puts REST together inside the daemon: the read-only engine, the tokens, and what only the running supervisor knows."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from rsup.supervisor import principals, wire
+from rsup.supervisor.agent_links import beat_row
+from rsup.supervisor.database import reader_engine
+from rsup.supervisor.loop import Loop, OperatorReply
+from rsup.supervisor.places import PlaceError
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rest.app import make_app
+from rsup.supervisor.rest.context import Change, ChangeReply, RestContext
+from rsup.supervisor.rest.server import RestServer
+from rsup.supervisor.store import StoreError
+from rsup.supervisor.views import LiveBeats
+from rsup.supervisor.wire import SupervisorInfo
+
+_log = logging.getLogger(__name__)
+
+
+class RunningLoop(Protocol):
+    """What REST needs of the daemon (`daemon_turns.Turns`); everything may be called from any thread."""
+
+    @property
+    def loop(self) -> Loop: ...
+
+    @property
+    def turned_s(self) -> float: ...
+
+    def submit(self, job: JobKey, kind: str, principal: str, reason: str) -> "Future[OperatorReply]": ...
+
+    def counters(self) -> Mapping[str, float]: ...
+
+
+def serve(
+    turns: RunningLoop, target: str | Path | None, state: Path, host: str, listening: socket.socket
+) -> Callable[[], None]:
+    """Serve REST on `listening`, bound to `host`, from threads of its own; return what stops it. Raise `RsupError`."""
+    if target is None:
+        raise StoreError("there is no database to read")
+    try:
+        principals.make_token(state)
+    except PlaceError as error:
+        _log.warning("%s", error)
+    server = RestServer(host, listening.getsockname()[1], listening)
+
+    def submit(change: Change) -> "Future[ChangeReply]":
+        answer: Future[ChangeReply] = turns.submit(  # type: ignore[assignment]
+            change.job, change.verb, change.principal.name, change.reason
+        )
+        return answer
+
+    context = RestContext(
+        engine=reader_engine(target),
+        submit=submit,
+        tokens=principals.read_tokens(state),
+        live=LoopView(turns),
+        allowed_hosts=server.allowed_hosts,
+    )
+    server.start(make_app(context))
+    return server.stop
+
+
+class LoopView:
+    """`rest.context.LiveView` over the running loop; from any thread."""
+
+    def __init__(self, turns: RunningLoop) -> None:
+        self._turns = turns
+
+    def info(self) -> SupervisorInfo:
+        """This supervisor."""
+        return self._turns.loop.info
+
+    def beats(self, job: JobKey) -> LiveBeats | None:
+        """The newest beats of a live job, ages brought up to now; None for a job without any."""
+        now_s = time.monotonic()
+        rows = []
+        for agent in self._turns.loop.live_beats(job):
+            for beat in agent.beats:
+                row = beat_row(agent, beat)
+                waited_s = now_s - agent.at_s
+                for name in ("beat_age_s", "main_beat_age_s"):
+                    age_s = row[name]
+                    if isinstance(age_s, float) and age_s >= 0:
+                        row[name] = age_s + waited_s
+                row["open_sections"] = [[section.name, section.age_s + waited_s] for section in beat.open_sections]
+                rows.append(row)
+        return LiveBeats(wire.now_us(), rows) if rows else None
+
+    def loop_age_s(self) -> float:
+        """Time since the loop last turned."""
+        return time.monotonic() - self._turns.turned_s
+
+    def store_error(self) -> str:
+        """Why the store cannot be written now, empty if it can."""
+        return self._turns.loop.store_error
+
+    def counters(self) -> Mapping[str, float]:
+        """Numbers for `/metrics`."""
+        return self._turns.counters()

@@ -1,0 +1,130 @@
+"""The supervisor's sockets: one ROUTER for its own host (ipc), one for TCP with CURVE, one for each job's open TCP endpoint.
+
+Only makes and binds them; `rpc_server` reads and writes. Every queue has a bound, and every frame. CURVE is a socket's
+property, so an address has it or not: with a key known (`places.link_key`) every TCP endpoint has. An open endpoint exists
+for one job, and only that job's messages may come through it (DESIGN.md section 12).
+"""
+
+import errno
+import hmac
+import ipaddress
+import socket as sockets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from rsup.supervisor import wire
+from rsup.supervisor.places import LinkKey, split_endpoint, tcp_address
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.wire import RsupError
+
+RECEIVE_QUEUE_MESSAGES = 256
+SEND_QUEUE_MESSAGES = 256
+_BACKLOG = 1024
+
+
+class ListenError(RsupError):
+    """An address could not be bound; the text says why and what to do."""
+
+
+@dataclass
+class Link:
+    """One bound socket. `open`: without a key, for the jobs in `jobs` only."""
+
+    socket: "zmq.Socket[bytes]"
+    address: str
+    open: bool = False
+    jobs: Sequence[JobKey] = ()
+    agents: set[str] = field(default_factory=set)
+    """Agents that were welcomed to one of `jobs` through this link."""
+
+
+def make_router(context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey | None, *, ipv6: bool) -> "zmq.Socket[bytes]":
+    """An unbound ROUTER with our bounds: it never blocks, says when a peer is unknown, and lets an agent's new connection
+    replace its old one. `ipv6`: the address is one, or all addresses."""
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 200)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
+    router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    router.setsockopt(zmq.BACKLOG, _BACKLOG)
+    router.setsockopt(zmq.IPV6, int(ipv6))
+    router.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+    if key is not None:
+        router.curve_server = True
+        router.curve_secretkey = key.server_secret
+        router.curve_publickey = key.server_public
+    return router
+
+
+def bind(router: "zmq.Socket[bytes]", address: str) -> str:
+    """Bind; return the address with the port that was found where 0 was asked for. Raise `ListenError`."""
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        raise _listen_error(address, error) from None
+    return router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+
+
+def bindable_address(endpoint: str) -> str:
+    """ZeroMQ address to bind for `host:port`. A name that resolves to loopback here, as Debian's hosts file has it for the
+    host's own name, is bound on all addresses: the other nodes resolve it to another one."""
+    host, port = split_endpoint(endpoint)
+    try:
+        ipaddress.ip_address(host)
+        return tcp_address(host, port)
+    except ValueError:
+        pass
+    try:
+        found = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {endpoint}: {host} has no address here ({error.strerror})") from None
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_loopback and not host.startswith("localhost"):
+        return f"tcp://*:{port}"
+    return tcp_address(address, port)
+
+
+def _listen_error(address: str, error: zmq.ZMQError) -> ListenError:
+    if not address.startswith("tcp://"):
+        return ListenError(f"cannot listen on {address}: {error.strerror}; set XDG_RUNTIME_DIR to a local directory of yours")
+    host, port = split_endpoint(address.removeprefix("tcp://"))
+    if error.errno == errno.EADDRINUSE:
+        return ListenError(f"port {port} of {host} is in use; choose another --rdzv-endpoint")
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return ListenError(f"{host} is no address of this host; give --rdzv-endpoint an address of the first node")
+    return ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rdzv-endpoint")
+
+
+class KeyCheck:
+    """Answers ZeroMQ's authentication requests (ZAP, RFC 27): only the client key derived from our secret gets through."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+        self.num_refused = 0
+        self._client_public = key.client_public
+
+    def answer_all(self) -> None:
+        """Answer what is waiting."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            version, request = frames[0], frames[1]
+            given = z85.encode(frames[6]) if len(frames) > 6 and frames[5] == b"CURVE" else b""
+            welcome = hmac.compare_digest(given, self._client_public)
+            self.num_refused += not welcome
+            code, text = (b"200", b"OK") if welcome else (b"400", b"wrong key")
+            self.socket.send_multipart([version, request, code, text, b"", b""], zmq.DONTWAIT)
+
+    def close(self) -> None:
+        self.socket.close()

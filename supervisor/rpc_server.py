@@ -1,0 +1,313 @@
+"""The supervisor's end of the links to its agents, and the way in for other threads' requests.
+
+One thread owns the server and calls `receive` in its loop; `submit` alone may be called from any thread. Sending never
+blocks: an agent that does not read has a bounded queue, then messages to it are dropped and counted (the loop sends
+unacknowledged commands again). What cannot be read is counted and dropped, and logged once a minute: no bytes from the
+network end this process.
+
+An identity may speak only for itself, and an agent's messages leave by the link that it came in by last. On an open link (no
+key) only the jobs that asked for it exist: a `Hello` there joins that job or is refused.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from rsup.supervisor import rpc_decoding, rpc_links, wire
+from rsup.supervisor.places import LinkKey
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rpc_links import KeyCheck, Link
+from rsup.supervisor.wire import Hello, MessageError, Refusal, RsupError, ToAgent, ToSupervisor, Welcome
+
+MAX_MESSAGES_A_LINK = 256
+MAX_WAITING_REQUESTS = 256
+_LOG_EVERY_S = 60.0
+_MAX_IDENTITY_BYTES = 128
+
+_log = logging.getLogger(__name__)
+
+
+class Busy(RsupError):
+    """Too many requests are waiting for the supervisor's loop; try again in a moment."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message of an agent. `trusted`: it came over ipc or with the key."""
+
+    agent_id: str
+    message: ToSupervisor
+    trusted: bool
+
+
+@dataclass
+class RpcCounters:
+    """What went through, since the start."""
+
+    received: int = 0
+    sent: int = 0
+    bad: int = 0
+    dropped: int = 0
+    """Messages to agents that were not there or did not read."""
+    refused: int = 0
+
+
+class RpcServer:
+    """ROUTER sockets, and the queue of requests. `key` None: TCP endpoints are open links."""
+
+    def __init__(self, key: LinkKey | None = None) -> None:
+        self.counters = RpcCounters()
+        self._key = key
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
+        self._key_check = KeyCheck(self._context, key) if key is not None else None
+        self._links: dict[str, Link] = {}
+        self._route: dict[str, Link] = {}
+        self._requests: deque[tuple[object, Future[object]]] = deque()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        if self._key_check is not None:
+            self._poller.register(self._key_check.socket, zmq.POLLIN)
+        self._bad_logged_s = -_LOG_EVERY_S
+        self._bad_logged = 0
+
+    # ------------------------------------------------------------------------------------------------------ addresses
+
+    def bind(self, address: str) -> str:
+        """Answer at a ZeroMQ address (`ipc://...`, `tcp://...`) that all jobs may use; return it with its real port.
+
+        TCP needs a key here. Raise `ListenError`.
+        """
+        if address.startswith("tcp:") and self._key is None:
+            raise rpc_links.ListenError(f"listening on {address} for all jobs needs a key: --key-file or RSUP_KEY_FILE")
+        return self._add(address, address, open_link=False)
+
+    def listen(self, endpoint: str) -> str:
+        """Answer at `host:port` too, for other nodes of a job: with the key where there is one, else as an open link.
+
+        May be repeated. Return the ZeroMQ address. Raise `ListenError`, e.g. `port 29400 of HOST is in use; choose ...`.
+        """
+        if endpoint in self._links:
+            return self._links[endpoint].address
+        return self._add(endpoint, rpc_links.bindable_address(endpoint), open_link=self._key is None)
+
+    def set_jobs(self, endpoint: str, jobs: Sequence[JobKey]) -> None:
+        """Which jobs the endpoint of `listen` is for, oldest first."""
+        if endpoint in self._links:
+            self._links[endpoint].jobs = jobs
+
+    def unlisten(self, endpoint: str) -> None:
+        """Stop answering at `endpoint`: its job has ended."""
+        link = self._links.pop(endpoint, None)
+        if link is None:
+            return
+        self._poller.unregister(link.socket)
+        self._route = {agent: its_link for agent, its_link in self._route.items() if its_link is not link}
+        link.socket.close()
+
+    def tcp_address(self) -> str:
+        """The first TCP address, empty if there is none."""
+        return next((link.address for link in self._links.values() if link.address.startswith("tcp:")), "")
+
+    def _add(self, name: str, address: str, *, open_link: bool) -> str:
+        tcp = address.startswith("tcp:")
+        ipv6 = address.startswith(("tcp://[", "tcp://*"))
+        router = rpc_links.make_router(self._context, self._key if tcp else None, ipv6=ipv6)
+        try:
+            bound = rpc_links.bind(router, address)
+        except RsupError:
+            router.close(linger=0)
+            raise
+        self._links[name] = Link(router, bound, open=open_link)
+        self._poller.register(router, zmq.POLLIN)
+        return bound
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    def send(self, agent_id: str, message: ToAgent) -> None:
+        """Send without waiting; drop and count it if the agent is not connected or does not read."""
+        link = self._route.get(agent_id)
+        if link is None:
+            self.counters.dropped += 1
+            return
+        if isinstance(message, Welcome) and link.open and any(key.job_id == message.job_id for key in link.jobs):
+            link.agents.add(agent_id)
+        self._send_on(link, agent_id, message)
+
+    def _send_on(self, link: Link, agent_id: str, message: ToAgent) -> None:
+        try:
+            link.socket.send_multipart([agent_id.encode(), wire.encode(message)], zmq.DONTWAIT)
+            self.counters.sent += 1
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.counters.dropped += 1
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, timeout_s: float) -> list[Received]:
+        """Wait up to `timeout_s` for messages or requests; return the messages (a bounded number a call)."""
+        try:
+            ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        except zmq.ZMQError as error:
+            if error.errno == errno.EINTR:
+                return []
+            raise
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        if self._key_check is not None and self._key_check.socket in ready:
+            self._key_check.answer_all()
+        received: list[Received] = []
+        for link in list(self._links.values()):
+            if link.socket in ready:
+                self._receive_from(link, received)
+        return received
+
+    def _receive_from(self, link: Link, received: list[Received]) -> None:
+        for _ in range(MAX_MESSAGES_A_LINK):
+            try:
+                frames = link.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                message = self._admit(link, frames)
+            except MessageError as error:
+                self._count_bad(link, str(error))
+                continue
+            if message is not None:
+                self.counters.received += 1
+                received.append(message)
+
+    def _admit(self, link: Link, frames: list[bytes]) -> Received | None:
+        """The message in `frames`, None if it was answered or ignored here. Raise `MessageError` if it is none."""
+        if len(frames) != 2:
+            raise MessageError(f"a message of {len(frames)} frames")
+        agent_id, message = _identity(frames[0]), rpc_decoding.decode(frames[1])
+        if (message.agent.agent_id if isinstance(message, Hello) else message.agent_id) != agent_id:
+            raise MessageError("an agent spoke in another's name")
+        if isinstance(message, Hello):
+            problem = rpc_decoding.version_problem(message)
+            if problem:
+                self._refuse(link, agent_id, Refusal(1, problem))
+                return None
+        if link.open:
+            narrowed = self._narrow(link, agent_id, message)
+            if narrowed is None:
+                return None
+            message = narrowed
+        if isinstance(message, wire.Bye):
+            link.agents.discard(agent_id)
+        self._route[agent_id] = link
+        return Received(agent_id, message, trusted=not link.open)
+
+    def _narrow(self, link: Link, agent_id: str, message: ToSupervisor) -> ToSupervisor | None:
+        """`message` of an open link, held to the jobs of that link; None if it must not get in (now)."""
+        if not isinstance(message, Hello):
+            if agent_id in link.agents:
+                return message
+            raise MessageError("a report of an agent that is not of this link's job")
+        if not link.jobs:
+            return None
+        asked = message.spec.job_id or message.job_id
+        key = next((key for key in reversed(link.jobs) if asked in ("", key.job_id)), None)
+        if key is None:
+            jobs = ", ".join(key.job_id for key in link.jobs)
+            text = f"{link.address} has no key and is for job {jobs} only, not {asked}: set RSUP_KEY_FILE on all nodes"
+            self._refuse(link, agent_id, Refusal(wire.EXIT_USAGE, text))
+            return None
+        spec = msgspec.structs.replace(message.spec, cluster=key.cluster, owner=key.owner, job_id=key.job_id, listen="")
+        return msgspec.structs.replace(message, spec=spec)
+
+    def refuse(self, agent_id: str, exit_code: int, message: str) -> None:
+        """Answer a `Hello` with a `Refusal`."""
+        link = self._route.get(agent_id)
+        if link is not None:
+            self._refuse(link, agent_id, Refusal(exit_code, message))
+
+    def _refuse(self, link: Link, agent_id: str, refusal: Refusal) -> None:
+        self.counters.refused += 1
+        self._send_on(link, agent_id, refusal)
+
+    def _count_bad(self, link: Link, problem: str) -> None:
+        self.counters.bad += 1
+        now_s = time.monotonic()
+        if now_s - self._bad_logged_s >= _LOG_EVERY_S:
+            since = self.counters.bad - self._bad_logged
+            _log.warning("dropped %d bad message(s), the last at %s: %s", since, link.address, wire.clip(problem, 500))
+            self._bad_logged_s, self._bad_logged = now_s, self.counters.bad
+
+    # ----------------------------------------------------------------------------------------------- other threads
+
+    def submit(self, request: object) -> "Future[object]":
+        """From any thread: hand `request` to the loop, which answers through the future. Raise `Busy` if too many wait."""
+        future: Future[object] = Future()
+        with self._lock:
+            if self._closed or len(self._requests) >= MAX_WAITING_REQUESTS:
+                raise Busy("the supervisor is busy or stopping; try again in a moment")
+            self._requests.append((request, future))
+            os.eventfd_write(self._wake_fd, 1)
+        return future
+
+    def take_requests(self) -> list[tuple[object, "Future[object]"]]:
+        """What was submitted since the last call."""
+        with self._lock:
+            taken = list(self._requests)
+            self._requests.clear()
+        return taken
+
+    def watch(self, fd: int, on: bool) -> None:
+        """Let `receive` return early when `fd` is readable, or no longer so."""
+        if on:
+            self._poller.register(fd, zmq.POLLIN)
+        else:
+            self._poller.unregister(fd)
+
+    def wake(self) -> None:
+        """End the current `receive`; safe in a signal handler and from any thread."""
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Close every socket, giving what was sent 0.2 s to get out; afterwards no address is bound. May be repeated.
+
+        ZeroMQ leaves the files of ipc addresses behind; who closes still holds whatever lock made them its own.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = list(self._requests)
+            self._requests.clear()
+        for _, future in waiting:
+            future.set_exception(Busy("the supervisor is stopping; try again in a moment"))
+        for link in self._links.values():
+            link.socket.close()
+        if self._key_check is not None:
+            self._key_check.close()
+        self._context.term()
+        for link in self._links.values():
+            if link.address.startswith("ipc://"):
+                Path(link.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        os.close(self._wake_fd)
+
+
+def _identity(frame: bytes) -> str:
+    if not frame or len(frame) > _MAX_IDENTITY_BYTES or frame[0] == 0:
+        raise MessageError("a peer without an identity")
+    try:
+        return frame.decode()
+    except UnicodeDecodeError:
+        raise MessageError("an identity that is no text") from None

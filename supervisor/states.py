@@ -1,0 +1,291 @@
+"""The state of a job's machine: everything that the supervisor must remember to decide, and nothing else.
+
+Frozen structs, kept as msgpack in the job's row and read back after a crash or by a newer release: every field that may be
+added later has a default, unknown fields are ignored. Times in `_us` are wall clock, for records; times in `_s` are of the
+monotonic clock of the supervisor that wrote them, and `rebased` moves them onto that of another.
+"""
+
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rsup.supervisor.records import AttemptSaved, IncidentSaved, JobKey, JobSaved
+from rsup.supervisor.wire import (
+    AgentInfo,
+    AnyCommand,
+    EndJob,
+    JobResult,
+    JobSpec,
+    Limits,
+    RankOverdue,
+    RankStack,
+    RsupError,
+    SectionSeen,
+)
+
+
+class StateUnreadable(RsupError):
+    """The bytes of a job's state are damaged or of an unknown form."""
+
+
+class Phase(StrEnum):
+    """Where a job is."""
+
+    FORMING = "forming"
+    """Agents join; no rank of this job may be alive when it leaves this phase."""
+    STARTING = "starting"
+    """The attempt's store is being bound and its ranks are being spawned."""
+    RUNNING = "running"
+    COLLECTING = "collecting"
+    """A limit that kills has expired; stacks are being taken, nothing is killed yet."""
+    STOPPING = "stopping"
+    """The ranks of the attempt have been told to end, after a failure or because somebody asked."""
+    WAITING = "waiting"
+    """Back-off before the next attempt."""
+    ENDED = "ended"
+    """The result is known; agents may not all have heard it."""
+
+
+LIVE_PHASES = (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING, Phase.STOPPING)
+
+
+class Role(StrEnum):
+    """What an agent is to its job."""
+
+    ACTIVE = "active"
+    SPARE = "spare"
+    LOST = "lost"
+    """Not heard of; its ranks may be alive."""
+    GONE = "gone"
+    """Known dead, fenced, or left: no rank of it is alive."""
+
+
+class RankExit(Struct, frozen=True):
+    """How a rank of the current attempt ended. `order` counts the exits of the attempt as they became known."""
+
+    order: int
+    exit_code: int
+    at_us: int
+    signal: int = 0
+    by_us: str = ""
+    iteration: int = 0
+    section: str = ""
+    error: str = ""
+    log_tail: str = ""
+    declared: int = 0
+    declared_reason: str = ""
+
+
+class AgentState(Struct, frozen=True, kw_only=True):
+    """One agent of the job. The fields after `live_attempt` belong to the attempt it takes part in."""
+
+    info: AgentInfo
+    """Without its devices: those are records, nothing here is decided by them."""
+    role: Role
+    joined: int
+    """Counts the agents of the job in the order of joining."""
+    acked_fact: int = 0
+    last_command: int = 0
+    outbox: list[AnyCommand] = []
+    """Commands that the agent has not acknowledged, oldest first."""
+    devices: list[str] = []
+    """UUIDs of its node's devices."""
+    dead: bool = False
+    """Gone for good: a late message in its name is that of a dead process."""
+    parked: bool = False
+    number_commands: bool = False
+    """Adopted from a supervisor that is gone: its next report tells where the numbers of commands go on."""
+    previous_rank: int = -1
+    """Group rank in the attempt before: ranks stay where they were."""
+    live_attempt: int = 0
+    """The attempt whose ranks may be alive on this node, 0: none is."""
+    group_rank: int = -1
+    first_rank: int = 0
+    started: bool = False
+    pids: list[int] = []
+    exits: dict[int, RankExit] = {}
+    devices_used: dict[int, str] = {}
+    stacks: list[RankStack] | None = None
+    stepped: bool = False
+    first_iteration: int = 0
+    """The lowest iteration that its ranks showed first in this attempt, 0: none yet."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the agent takes part and answers."""
+        return self.role in (Role.ACTIVE, Role.SPARE)
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """Why the current attempt is being ended. `kind` as in `IncidentSaved`."""
+
+    kind: str
+    at_us: int
+    text: str
+    exit_code: int = 1
+    """The job's, if no restart follows and no failing rank gives a better one."""
+    section: str = ""
+    rank: int | None = None
+    node: str = ""
+
+
+class StopRequest(Struct, frozen=True, kw_only=True):
+    """Somebody wants the job to end: no attempt follows. `exit_code` is the job's unless its ranks saved and left cleanly."""
+
+    exit_code: int
+    reason: str
+    principal: str = ""
+    request_id: str = ""
+    saved: bool = False
+    escalated: bool = False
+
+
+class Budget(Struct, frozen=True):
+    """What `restart_policy` has to remember from failure to failure."""
+
+    restarts: int = 0
+    without_progress: int = 0
+    """Restarts since the last durable checkpoint."""
+    identical: int = 0
+    signature: str = ""
+    checkpoint: int = -1
+    """Iteration of the newest durable checkpoint at the last failure, -1: none."""
+    iteration: int = 0
+    """Highest iteration at the last failure."""
+
+
+class Observed(Struct, frozen=True):
+    """Section times of the current attempt, the maximum over its nodes."""
+
+    sections: dict[str, SectionSeen] = {}
+    out_of_section_s: float = 0.0
+    train_steps: int = 0
+    checkpoints: int = 0
+    calculated_at: int = -1
+    """`checkpoints` when limits were last calculated."""
+    async_save: bool = False
+    loaded_persistent: bool = False
+
+
+class JobState(Struct, frozen=True, kw_only=True):
+    """The whole machine of one run of a job."""
+
+    key: JobKey
+    spec: JobSpec
+    created_us: int
+    phase: Phase = Phase.FORMING
+    epoch: int = 0
+    attempt: int = 0
+    adopted: bool = False
+    """The current attempt was found running; how many ranks it has is known only as far as its agents have come back."""
+    clock_s: float = 0.0
+    """The monotonic time at which these bytes were made."""
+    deadline_s: float | None = None
+    """Of the phase: join timeout, stacks, stop, back-off."""
+    last_call_s: float | None = None
+    """Forming: when to start without further nodes."""
+    blocked: bool = False
+    """It has been said that a lost node holds the next attempt up."""
+    agents: dict[str, AgentState] = {}
+    num_joined: int = 0
+    num_events: int = 0
+    num_incidents: int = 0
+    world_size: int = 0
+    num_ended: int = 0
+    num_ok: int = 0
+    num_overdue_logged: int = 0
+    store_bound: bool = False
+    current: AttemptSaved | None = None
+    """The row of the current attempt."""
+    started_s: float = 0.0
+    running_us: int | None = None
+    """When every rank of the attempt had been spawned."""
+    stepped: bool = False
+    """The first step of the attempt has been seen in beats."""
+    counts_iterations: bool = False
+    """A rank of this job has shown an iteration."""
+    iteration: int = 0
+    """Highest of the job."""
+    attempt_iteration: int = 0
+    """Highest of the attempt."""
+    checkpoint: int = -1
+    """Iteration of the newest durable checkpoint, -1: none."""
+    failure: Failure | None = None
+    stop: StopRequest | None = None
+    overdue: dict[int, RankOverdue] = {}
+    """Expired limits of the attempt, the first of each rank."""
+    suspected: list[str] = []
+    """Limits whose expiry has been reported without killing, in this attempt."""
+    incident: IncidentSaved | None = None
+    """The failure that the job has not recovered from."""
+    budget: Budget = Budget()
+    limits: Limits = Limits()
+    """In force: the configured ones and those calculated."""
+    observed: Observed = Observed()
+    requests: list[str] = []
+    """Ids of the latest operator requests, against repeats."""
+    result: JobResult | None = None
+    ended_us: int | None = None
+    reason: str = ""
+
+    @property
+    def active(self) -> list[tuple[str, AgentState]]:
+        """The agents of the current attempt that are not gone, by group rank."""
+        members = [(k, a) for k, a in self.agents.items() if a.group_rank >= 0 and a.role is not Role.GONE]
+        return sorted(members, key=lambda item: item[1].group_rank)
+
+    @property
+    def undelivered(self) -> bool:
+        """Whether an agent has yet to hear of the end."""
+        return any(isinstance(c, EndJob) for a in self.agents.values() for c in a.outbox)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(JobState)
+
+
+def encode(state: JobState) -> bytes:
+    """The bytes kept in the job's row."""
+    return _encoder.encode(state)
+
+
+def decode(data: bytes) -> JobState:
+    """The state from its bytes, also of a release with fewer or more fields. Raise `StateUnreadable`."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StateUnreadable(f"cannot read the state of a job ({len(data)} bytes): {error}") from None
+
+
+def rebased(state: JobState, now_s: float) -> JobState:
+    """The state with its deadlines moved onto the clock of this process: the time nobody watched does not count."""
+    shift_s = now_s - state.clock_s
+    return replace(
+        state,
+        clock_s=now_s,
+        started_s=state.started_s + shift_s,
+        deadline_s=None if state.deadline_s is None else state.deadline_s + shift_s,
+        last_call_s=None if state.last_call_s is None else state.last_call_s + shift_s,
+    )
+
+
+def job_record(state: JobState, now_us: int) -> JobSaved:
+    """The job's row, with the state in it."""
+    return JobSaved(
+        job=state.key,
+        state=encode(state),
+        phase=state.phase.value,
+        epoch=state.epoch,
+        attempt=state.attempt,
+        created_us=state.created_us,
+        updated_us=now_us,
+        ended_us=state.ended_us,
+        exit_code=state.result.exit_code if state.result else None,
+        reason=state.reason,
+        command=" ".join(state.spec.command),
+        num_nodes=len(state.current.nodes) if state.current else 0,
+        num_ranks=state.world_size,
+        iteration=state.iteration,
+    )

@@ -1,0 +1,150 @@
+"""`rsup jobs` and `rsup status` for people: text from the dicts of `views`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rsup.supervisor.render import PLAIN, STATE_COLOURS, Paint, clean, duration, moment, percent, plural, table
+
+Json = Mapping[str, Any]
+
+MAX_RANKS = 64
+MAX_INCIDENTS = 10
+
+
+def state_of(job: Json) -> str:
+    """The state, or how it ended."""
+    return str(job.get("outcome") or job["state"])
+
+
+def jobs_text(jobs: Sequence[Json], width: int | None = None, paint: Paint = PLAIN) -> str:
+    """A table of jobs, newest first."""
+    if not jobs:
+        return "no jobs yet: start one with `rsup launch`"
+    headings = ("JOB", "OWNER", "STATE", "EXIT", "ITERATION", "ATTEMPTS", "INCIDENTS", "CREATED", "REASON")
+    rows = [
+        (
+            job["name"],
+            job["owner"],
+            state_of(job),
+            job.get("exit_code"),
+            job.get("iteration") or None,
+            job.get("num_attempts"),
+            job.get("num_incidents"),
+            moment(job.get("created")),
+            job.get("reason"),
+        )
+        for job in jobs
+    ]
+    return table(headings, rows, width, right=(3, 4, 5, 6), paint=paint)
+
+
+def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
+    """Header, what looks stuck, ranks, incidents, last checkpoint."""
+    job = status["job"]
+    if "ranks" not in status:
+        return f"job {clean(job['name'])} of {clean(job['owner'])}: {job['state']} (only its owner and operators see more)"
+    parts = [_header(status, paint)]
+    parts += [f"{paint('looks stuck:', 'yellow')} {_suspect(one)}" for one in status["suspects"]]
+    parts += ["", _ranks(status, width, paint)]
+    if status["incidents"]:
+        parts += ["", _incidents(status, width, paint)]
+    parts += ["", _last_checkpoint(status["checkpoints"])]
+    return "\n".join(parts)
+
+
+def _header(status: Json, paint: Paint) -> str:
+    job, goodput, supervisor = status["job"], status["goodput"], status["supervisor"]
+    state = state_of(job)
+    colour = "red" if state == "failed" else "green" if state == "succeeded" else STATE_COLOURS.get(state, "")
+    facts = [f"iteration {job['iteration']}"] if job["iteration"] else []
+    facts += [f"goodput {percent(goodput['ratio'])}"] if goodput["ratio"] is not None else []
+    facts += [f"exit code {job['exit_code']}"] if job["exit_code"] is not None else []
+    lines = ["  ".join([paint(f"job {clean(job['name'])}", "bold"), paint(state, colour), *facts])]
+    size = f"{plural(job['num_ranks'], 'rank')} on {plural(job['num_nodes'], 'node')}"
+    until = f"to {moment(job['ended'])}" if job["ended"] else "until now"
+    lines.append(f"  owner {clean(job['owner'])}, attempt {job['attempt']}, {size}")
+    lines.append(f"  from {moment(job['created'])} {until} ({duration(goodput['wall_s'])})")
+    if job["reason"]:
+        lines.append(f"  {clean(job['reason'])}")
+    if supervisor:
+        lines.append(f"  supervisor {supervisor['pid']} on {supervisor['host']}, page {supervisor['address'] or 'off'}")
+    elif not job["ended"]:
+        seen = f"ranks as last stored at {moment(status['beats_at'])}" if status["beats_at"] else "no beats stored"
+        lines.append(f"  no supervisor answers; {seen}")
+    return "\n".join(lines)
+
+
+def _suspect(one: Json) -> str:
+    where = f", on {clean(one['node'])}" if one["node"] else ""
+    return f"{clean(one['text'])}{where}, since {moment(one['since'])} (nothing was killed)"
+
+
+def _ranks(status: Json, width: int | None, paint: Paint) -> str:
+    ranks = status["ranks"]
+    if not ranks:
+        return "no ranks yet" if not status["job"]["ended"] else "no rank was ever started"
+    shown = ranks
+    if len(ranks) > MAX_RANKS:
+        shown = sorted(ranks, key=_trouble, reverse=True)[:MAX_RANKS]
+    headings = ("RANK", "NODE", "DEVICE", "ITERATION", "OPEN SECTION", "BEAT", "PID", "END")
+    rows = [
+        (
+            rank["rank"],
+            rank["node"],
+            short_device(rank["device"]),
+            rank["iteration"] or None,
+            ", ".join(f"{one['name']} {duration(one['age_s'])}" for one in rank["open_sections"]),
+            duration(rank["beat_age_s"]),
+            rank["pid"],
+            end_of_rank(rank),
+        )
+        for rank in shown
+    ]
+    text = table(headings, rows, width, right=(0, 3, 5, 6), paint=paint)
+    return text if shown is ranks else f"{text}\n{len(shown)} of {len(ranks)} ranks, oldest beats first; --json has all"
+
+
+def short_device(device: str | None) -> str:
+    """A device as a table shows it: the stand-in of a rank without a GPU has a long name that says nothing to people."""
+    return "CPU" if device and device.startswith("CPU-") else device or ""
+
+
+def _trouble(rank: Json) -> tuple[int, float]:
+    return (1 if rank["exit_code"] else 0, rank["beat_age_s"] or 0.0)
+
+
+def end_of_rank(rank: Json) -> str:
+    """How a rank ended, empty while it runs."""
+    if rank["signal"]:
+        return f"signal {rank['signal']}"
+    return "" if rank["exit_code"] is None else f"exit {rank['exit_code']}"
+
+
+def _incidents(status: Json, width: int | None, paint: Paint) -> str:
+    found, count = status["incidents"], status["counts"]["incidents"]
+    headings = ("INCIDENT", "TIME", "ATTEMPT", "KIND", "RANK", "ITERATION", "RECOVERY", "LOST", "WHAT")
+    rows = [
+        (
+            one["incident"],
+            moment(one["at"]),
+            one["attempt"],
+            one["kind"],
+            one["rank"],
+            one["iteration"] or None,
+            duration(one["recovery_s"]),
+            one["lost_iterations"],
+            one["text"],
+        )
+        for one in found[-MAX_INCIDENTS:]
+    ]
+    text = table(headings, rows, width, right=(0, 2, 4, 5, 6, 7), paint=paint)
+    if count > len(rows):
+        text += f"\nthe newest {len(rows)} of {count} incidents; `rsup report` tells more"
+    return text
+
+
+def _last_checkpoint(checkpoints: Sequence[Json]) -> str:
+    if not checkpoints:
+        return "no checkpoint reported"
+    last = checkpoints[-1]
+    return f"last checkpoint: iteration {last['iteration']} at {moment(last['at'])}, {clean(last['path'])}"

@@ -1,0 +1,134 @@
+"""Takes over the jobs of another store, as when an embedded supervisor stood in for a shared one.
+
+By natural key, so that it can be done again: what is there already stays, or is written over where the other store knows
+something newer. A job that has not ended stays out, for its own supervisor still decides about it. Two different jobs of one
+name and run (made at different times) both stay: the other store's becomes the next free run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from rsup.supervisor import tables
+
+_BATCH = 1000
+
+_STORY = (
+    tables.attempts,
+    tables.ranks,
+    tables.incidents,
+    tables.sections,
+    tables.checkpoints,
+    tables.job_nodes,
+    tables.placements,
+    tables.beats,
+)
+"""Tables of a job other than its events."""
+
+Change = Callable[[Callable[[Connection], Any]], Any]
+"""Runs a function in one transaction of the target, as `SqlStore.change` does."""
+
+
+@dataclass
+class Merged:
+    """What a merge did."""
+
+    jobs: int = 0
+    """Jobs looked at."""
+    new_jobs: int = 0
+    new_events: int = 0
+    renumbered: int = 0
+    """Jobs that got another run number."""
+    still_live: int = 0
+    """Jobs left out because they have not ended."""
+
+
+def merge(source: Engine, change: Change, *, live_too: bool = False) -> Merged:
+    """Import from `source`, one transaction a job; `live_too` makes a full copy. Raise database errors."""
+    merged = Merged()
+    with source.connect() as read:
+        ids: dict[int, int] = {}
+        for job in read.execute(select(tables.jobs).order_by(tables.jobs.c.created_us)).all():
+            if job.phase != "ended" and not live_too:
+                merged.still_live += 1
+                continue
+            ids[job.id] = change(partial(_merge_job, read, job, merged))
+            merged.jobs += 1
+        change(lambda write: _merge_sightings(read, write, ids))
+    return merged
+
+
+def _merge_job(read: Connection, job: Row[Any], merged: Merged, write: Connection) -> int:
+    same, newer, run = _find(write, job)
+    values = {**job._mapping, "run": run}
+    del values["id"]
+    if same is None:
+        merged.new_jobs += 1
+        merged.renumbered += run != job.run
+        write.execute(insert(tables.jobs).values(values))
+        same = int(write.execute(_find_query(job)).one().id)
+    elif newer:
+        write.execute(update(tables.jobs).where(tables.jobs.c.id == same).values(values))
+    for table in _STORY:
+        _copy_rows(read, write, table, job.id, same, overwrite=newer)
+    merged.new_events += _copy_rows(read, write, tables.events, job.id, same, overwrite=False)
+    return same
+
+
+def _find(write: Connection, job: Row[Any]) -> tuple[int | None, bool, int]:
+    """The same job in the target (id, or None), whether what we bring is newer, and the run it has there."""
+    row = write.execute(_find_query(job)).first()
+    if row is not None:
+        return int(row.id), job.updated_us > row.updated_us, int(row.run)
+    runs = set(write.execute(select(tables.jobs.c.run).where(*_of_name(job))).scalars())
+    return None, True, int(job.run) if job.run not in runs else max(runs) + 1
+
+
+def _find_query(job: Row[Any]) -> Select[tuple[int, int, int]]:
+    """Finds the job that was made at the same time, first the one of the same run."""
+    column = tables.jobs.c
+    found = select(column.id, column.updated_us, column.run).where(*_of_name(job), column.created_us == job.created_us)
+    return found.order_by(column.run != job.run).limit(1)
+
+
+def _of_name(job: Row[Any]) -> tuple[ColumnElement[bool], ...]:
+    column = tables.jobs.c
+    return column.cluster == job.cluster, column.owner == job.owner, column.job_id == job.job_id
+
+
+def _copy_rows(read: Connection, write: Connection, table: Table, job: int, new_job: int, *, overwrite: bool) -> int:
+    before = _count(write, table, new_job)
+    statement = upsert(write, table, overwrite=overwrite)
+    rows = read.execute(select(table).where(table.c.job == job).execution_options(yield_per=_BATCH))
+    for batch in rows.partitions(_BATCH):
+        write.execute(statement, [{**row._mapping, "job": new_job} for row in batch])
+    return _count(write, table, new_job) - before
+
+
+def _merge_sightings(read: Connection, write: Connection, ids: dict[int, int]) -> None:
+    for table in (tables.nodes, tables.devices):
+        rows = [dict(row._mapping) for row in read.execute(select(table))]
+        for row in rows:
+            if table is tables.nodes:
+                row["job"] = ids.get(row["job"])
+        if rows:
+            write.execute(upsert(write, table, overwrite=True, newer="at_us"), rows)
+
+
+def _count(connection: Connection, table: Table, job: int) -> int:
+    return int(connection.execute(select(func.count()).select_from(table).where(table.c.job == job)).scalar() or 0)
+
+
+def upsert(connection: Connection, table: Table, *, overwrite: bool, newer: str = "") -> Any:
+    """An insert that leaves a row of the same key alone, or writes over it; with `newer` unless that column would shrink."""
+    statement = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(table)
+    if not overwrite:
+        return statement.on_conflict_do_nothing()
+    keys = [column.name for column in table.primary_key]
+    values = {column.name: statement.excluded[column.name] for column in table.c if column.name not in keys}
+    condition = statement.excluded[newer] >= table.c[newer] if newer else None
+    return statement.on_conflict_do_update(index_elements=keys, set_=values, where=condition)

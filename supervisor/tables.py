@@ -1,0 +1,256 @@
+"""The store's tables: columns of the records in `records`, one table a record, portable between SQLite and PostgreSQL.
+
+A `JobKey` is spread over `cluster, owner, job_id, run` of `jobs`; every other table refers to a job by `job`, the integer
+`jobs.id`, which is this database's own and means nothing elsewhere. Columns have the names and meanings of the records'
+fields; what exists here only is described beside it. Times are UTC microseconds. JSON columns read back as Python values.
+
+This file says what the newest schema is, `rsup.migrations` how an older store gets there; a test holds the two equal. A
+change here needs a migration and its name at the end of `REVISIONS`.
+"""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+REVISIONS = ("0001",)
+"""Every schema this release knows, oldest first. A store that names another one is newer than the code."""
+
+HEAD = REVISIONS[-1]
+"""The schema of this file."""
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+def _key(name: str, kind: type[BigInteger] | type[Text] = BigInteger) -> Column[object]:
+    return Column(name, kind, primary_key=True, autoincrement=False)
+
+
+def _job(*, key: bool = True, nullable: bool = False) -> Column[int]:
+    return Column("job", ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=key, nullable=nullable, autoincrement=False)
+
+
+def _number(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False)
+
+
+def _number_or_none(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=True)
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False)
+
+
+def _json(name: str) -> Column[object]:
+    return Column(name, JSON, nullable=False)
+
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    _text("cluster"),
+    _text("owner"),
+    _text("job_id"),
+    _number("run"),
+    Column("state", LargeBinary, nullable=False),
+    _text("phase"),
+    _number("epoch"),
+    _number("attempt"),
+    _number("created_us"),
+    _number("updated_us"),
+    _number_or_none("ended_us"),
+    _number_or_none("exit_code"),
+    _text("reason"),
+    _text("command"),
+    _number("num_nodes"),
+    _number("num_ranks"),
+    _number("iteration"),
+    Column("injected", Boolean, nullable=False),
+    UniqueConstraint("cluster", "owner", "job_id", "run"),
+    Index("ix_jobs_phase", "phase"),
+    Index("ix_jobs_created_us", "created_us"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    _job(),
+    _key("number"),
+    _number("at_us"),
+    _number("recorded_us"),
+    _text("kind"),
+    _text("text"),
+    _text("level"),
+    _number("attempt"),
+    _number_or_none("rank"),
+    _text("node"),
+    _text("principal"),
+    _json("data"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    _job(),
+    _key("attempt"),
+    _number("epoch"),
+    _number("started_us"),
+    _number_or_none("stopped_us"),
+    _number_or_none("first_step_us"),
+    _number("world_size"),
+    _json("nodes"),
+    _text("outcome"),
+    _text("reason"),
+    _number("start_iteration"),
+    _number("last_iteration"),
+)
+
+ranks = Table(
+    "ranks",
+    metadata,
+    _job(),
+    _key("attempt"),
+    _key("rank"),
+    _text("node"),
+    _number("pid"),
+    _text("device"),
+    _number_or_none("exit_code"),
+    _number("signal"),
+    _text("reason"),
+)
+
+incidents = Table(
+    "incidents",
+    metadata,
+    _job(),
+    _key("incident"),
+    _number("attempt"),
+    _number("at_us"),
+    _text("kind"),
+    _number_or_none("rank"),
+    _text("node"),
+    _text("device"),
+    _number("iteration"),
+    _number_or_none("exit_code"),
+    _number("signal"),
+    _text("signal_name"),
+    _text("section"),
+    _text("found_by"),
+    _text("text"),
+    _json("victims"),
+    _number_or_none("detected_us"),
+    _number_or_none("recovered_us"),
+    _number_or_none("lost_iterations"),
+    _json("stacks"),
+)
+
+sections = Table(
+    "sections",
+    metadata,
+    _job(),
+    _key("section", Text),
+    Column("limit_s", Double, nullable=True),
+    Column("calculated", Boolean, nullable=False),
+    Column("longest_s", Double, nullable=False),
+    _number("times"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    _job(),
+    _key("attempt"),
+    _key("iteration"),
+    _text("path"),
+    _number("at_us"),
+    Column("duration_s", Double, nullable=False),
+)
+
+nodes = Table(  # every node ever seen, as it was last seen; what it was in each job: `job_nodes`
+    "nodes",
+    metadata,
+    _key("node", Text),
+    _number("first_us"),  # when it was first seen
+    _number("at_us"),
+    Column("job", ForeignKey("jobs.id", ondelete="SET NULL"), nullable=True),
+    _text("role"),
+    _json("devices"),
+)
+
+job_nodes = Table(
+    "job_nodes",
+    metadata,
+    _job(),
+    _key("node", Text),
+    _number("first_us"),
+    _number("at_us"),
+    _text("role"),
+    _json("devices"),
+)
+
+devices = Table(  # every device ever seen, where it was last seen
+    "devices",
+    metadata,
+    _key("uuid", Text),
+    _number("first_us"),
+    _number("at_us"),
+    _text("node"),
+    _text("model"),
+    _text("serial"),
+    _text("board"),
+    _text("pci_bus_id"),
+    _text("vbios"),
+    _text("driver"),
+)
+
+placements = Table(  # which device of which node a rank of an attempt used, from when to when
+    "placements",
+    metadata,
+    _job(),
+    _key("attempt"),
+    _key("rank"),
+    _text("device"),  # devices.uuid
+    _text("node"),
+    _number("from_us"),
+    _number_or_none("to_us"),  # the attempt's stopped_us; None while it runs
+    Index("ix_placements_device", "device"),
+    Index("ix_placements_node", "node"),
+)
+
+beats = Table("beats", metadata, _job(), _number("at_us"), _json("ranks"))
+
+meta = Table(  # facts about the store itself: `store` (its random id), `holder` (PostgreSQL's lease), `term` (copies)
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    _text("value"),
+)
+
+alembic_version = Table(  # Alembic's own table, made by us in a fresh store; apart, so that Alembic does not compare it
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)

@@ -1,0 +1,432 @@
+"""The agent's process machine: tables of (state, event) -> (state, actions)."""
+
+import signal
+import typing
+
+import pytest
+from msgspec.structs import replace
+
+from rsup.launcher import process_events as ev
+from rsup.launcher.process_machine import UNEXPECTED, decide, new_state
+from rsup.supervisor import wire
+
+RESULT = wire.JobResult(0, "all ranks exited 0")
+
+
+def at(seconds: float) -> ev.Moment:
+    return ev.Moment(seconds, int(seconds * 1e6))
+
+
+def start_command(
+    sequence: int = 1, attempt: int = 1, epoch: int | None = None, reason: str = "all nodes are here"
+) -> wire.StartAttempt:
+    return wire.StartAttempt(
+        sequence, reason, attempt, epoch or attempt, 0, 2, 2, 0, 1, "127.0.0.1", 1234, "job", 1, max_restarts=3
+    )
+
+
+class Agent:
+    """The machine with a clock, as the shell drives it."""
+
+    def __init__(self, **settings: typing.Any) -> None:
+        self.now = 100.0
+        self.state = new_state(ev.Settings(**settings), at(self.now))
+        self.actions: list[ev.Action] = []
+        self.sequence = 0
+
+    def feed(self, event: ev.Event) -> list[ev.Action]:
+        self.state, actions = decide(self.state, event, at(self.now))
+        self.actions += actions
+        return actions
+
+    def order(self, *commands: wire.AnyCommand, epoch: int | None = None) -> list[ev.Action]:
+        numbered = []
+        for command in commands:
+            self.sequence += 1
+            numbered.append(replace_struct(command, sequence=self.sequence))
+        epoch = self.state.epoch if epoch is None else epoch
+        return self.feed(ev.OrderArrived(wire.Order("a", epoch, 0, numbered)))
+
+    def tick(self, until: float, step: float = 0.5) -> list[ev.Action]:
+        actions = []
+        while self.now < until:
+            self.now += step
+            actions += self.feed(ev.Tick())
+        return actions
+
+    def join(self) -> "Agent":
+        info = wire.SupervisorInfo("i", 1, "h", True)
+        self.feed(ev.Welcomed(wire.Welcome((1, 3), "0", info, "job", 1, 0, 0)))
+        return self
+
+    def run(self, attempt: int = 1) -> "Agent":
+        if not self.state.joined:
+            self.join()
+        self.order(start_command(attempt=attempt))
+        self.feed(ev.RanksSpawned(attempt, (11, 12)))
+        return self
+
+    def die(self, local_rank: int, exit_code: int = 0, signum: int = 0) -> list[ev.Action]:
+        return self.feed(ev.RankDied(self.state.attempt, local_rank, exit_code, signum))
+
+
+def replace_struct(command: wire.AnyCommand, **changes: typing.Any) -> wire.AnyCommand:
+    import msgspec
+
+    return msgspec.structs.replace(command, **changes)
+
+
+def facts(actions: list[ev.Action], kind: type) -> list[typing.Any]:
+    return [action.fact for action in actions if isinstance(action, ev.AddFact) and isinstance(action.fact, kind)]
+
+
+def of(actions: list[ev.Action], kind: type) -> list[typing.Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# ------------------------------------------------------------------------------------------------- every pair has an answer
+
+EXAMPLES: list[ev.Event] = [
+    ev.OrderArrived(wire.Order("a", 1, 0, [])),
+    ev.Welcomed(wire.Welcome((1, 3), "0", wire.SupervisorInfo("i", 1, "h", True), "job", 1, 1, 0)),
+    ev.Refused(wire.Refusal(2, "no")),
+    ev.StoreReady(1, "127.0.0.1", 1),
+    ev.StoreFailure(1, "in use"),
+    ev.RanksSpawned(1, (11, 12)),
+    ev.SpawnFailure(1, "no such file"),
+    ev.RankDied(1, 0, 1),
+    ev.AllReaped(1),
+    ev.Overdue((wire.RankOverdue(0, 1, 0, "step", 4.0, 3.0),)),
+    ev.SectionsRead(wire.SectionsObserved(0, 1, {})),
+    ev.StacksReady(1, ()),
+    ev.SignalArrived(signal.SIGTERM),
+    ev.RankMessage(1, 0, wire.RankNote("info", "hello")),
+    ev.Noticed("info", "a line"),
+    ev.Tick(),
+]
+
+
+def in_phase(phase: ev.Phase) -> Agent:
+    agent = Agent().join()
+    if phase is ev.Phase.PARKED:
+        agent.order(wire.Park(0, "spare"))
+    elif phase is ev.Phase.HOSTING:
+        agent.order(wire.HostStore(0, "first", 1))
+    elif phase in (ev.Phase.RUNNING, ev.Phase.STOPPING, ev.Phase.GONE):
+        agent.run()
+    if phase in (ev.Phase.STOPPING, ev.Phase.GONE):
+        agent.order(wire.StopAttempt(0, "rank 9 failed", 1, 5.0))
+    if phase is ev.Phase.GONE:
+        agent.die(0)
+        agent.die(1)
+        agent.feed(ev.AllReaped(1))
+    elif phase is ev.Phase.ENDED:
+        agent.order(wire.EndJob(0, "over", RESULT))
+    assert agent.state.phase is phase
+    return agent
+
+
+def test_examples_cover_every_event_and_command() -> None:
+    assert {type(example) for example in EXAMPLES} == set(typing.get_args(ev.Event))
+
+
+@pytest.mark.parametrize("phase", list(ev.Phase))
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
+def test_every_pair_is_handled_or_rejected(phase: ev.Phase, event: ev.Event) -> None:
+    agent = in_phase(phase)
+    before = agent.state
+    actions = agent.feed(event)
+    if (phase, type(event)) in UNEXPECTED:
+        assert actions == []
+        assert agent.state == replace(before, num_unexpected=before.num_unexpected + 1)
+    else:
+        assert agent.state.num_unexpected == before.num_unexpected
+    for action in actions:
+        reason = getattr(action, "reason", "said")
+        assert reason, action
+
+
+COMMANDS: list[wire.AnyCommand] = [
+    wire.HostStore(0, "r", 2),
+    start_command(attempt=2),
+    wire.StopAttempt(0, "r", 1, 5.0),
+    wire.TakeStacks(0, "r", 1),
+    wire.SaveCheckpoint(0, "r", "q"),
+    wire.StopTraining(0, "r", "q", 5.0),
+    wire.SetLimits(0, "r", wire.Limits()),
+    wire.Park(0, "r"),
+    wire.EndJob(0, "r", RESULT),
+]
+
+
+@pytest.mark.parametrize("phase", [phase for phase in ev.Phase if phase is not ev.Phase.ENDED])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_every_command_is_performed_once_in_every_phase(phase: ev.Phase, command: wire.AnyCommand) -> None:
+    assert {type(command) for command in COMMANDS} == set(typing.get_args(wire.AnyCommand))
+    agent = in_phase(phase)
+    agent.order(command)
+    assert agent.state.last_command == agent.sequence
+    again = replace_struct(command, sequence=agent.sequence)
+    assert agent.feed(ev.OrderArrived(wire.Order("a", 9, 0, [again]))) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- orders
+
+
+def test_commands_are_performed_in_sequence_and_a_hole_waits() -> None:
+    agent = Agent().join()
+    third = wire.SetLimits(3, "r", wire.Limits())
+    assert agent.feed(ev.OrderArrived(wire.Order("a", 0, 0, [third]))) == []
+    first, second = wire.Park(1, "r"), wire.HostStore(2, "r", 1)
+    actions = agent.feed(ev.OrderArrived(wire.Order("a", 0, 0, [third, first, second])))
+    assert [type(action) for action in actions] == [ev.BindStore, ev.PushLimits]
+    assert agent.state.last_command == 3
+
+
+def test_an_order_of_an_older_epoch_is_dropped_and_counted() -> None:
+    agent = Agent().run(attempt=3)
+    agent.now += 50
+    contact = agent.state.contact_at
+    assert agent.order(wire.StopAttempt(0, "old", 3, 0.0), epoch=2) == []
+    assert agent.state.num_dropped == 1
+    assert agent.state.phase is ev.Phase.RUNNING
+    assert agent.state.contact_at == contact
+
+
+def test_a_start_kills_and_reaps_the_ranks_of_the_attempt_before() -> None:
+    agent = Agent().run()
+    actions = agent.order(start_command(attempt=2), epoch=2)
+    (kill,) = of(actions, ev.SignalRanks)
+    assert (kill.local_ranks, kill.signum, kill.whole_session) == ((0, 1), signal.SIGKILL, True)
+    assert not of(actions, ev.SpawnRanks)
+    agent.die(0, 137, 9)
+    assert of(agent.die(1, 137, 9), ev.ReapAll) == [ev.ReapAll(1, 0.0, "all ranks of the attempt have exited")]
+    actions = agent.feed(ev.AllReaped(1))
+    assert facts(actions, wire.RanksGone)[0].attempt == 1
+    assert of(actions, ev.SpawnRanks)[0].command.attempt == 2
+
+
+# ------------------------------------------------------------------------------------------------ the life of an attempt
+
+
+def test_success_ends_with_the_supervisors_word() -> None:
+    agent = Agent().run()
+    assert facts(agent.actions, wire.AttemptStarted)[0].pids == [11, 12]
+    assert agent.die(0) and not of(agent.actions, ev.ReapAll)
+    actions = agent.die(1)
+    assert [type(action) for action in actions] == [ev.AddFact, ev.ObserveSections, ev.ReapAll]
+    agent.feed(ev.AllReaped(1))
+    actions = agent.order(wire.EndJob(0, "all ranks exited 0", RESULT))
+    assert actions == [ev.WriteResult(RESULT), ev.Exit(0, RESULT.reason)]
+    assert agent.state.phase is ev.Phase.ENDED
+
+
+def test_a_failed_rank_leaves_its_siblings_to_the_decider() -> None:
+    agent = Agent().run()
+    actions = agent.feed(ev.RankDied(1, 1, 137, 9, iteration=7, section="step", error="Killed"))
+    (fact,) = facts(actions, wire.RankExited)
+    assert (fact.rank, fact.exit_code, fact.signal, fact.by_us, fact.iteration) == (1, 137, 9, "", 7)
+    assert len(actions) == 1
+    actions = agent.order(wire.StopAttempt(0, "rank 1 was killed", 1, 5.0))
+    assert of(actions, ev.SignalRanks) == [ev.SignalRanks((0,), signal.SIGTERM, "rank 1 was killed")]
+    assert facts(agent.die(0, 143, 15), wire.RankExited)[0].by_us == "rank 1 was killed"
+
+
+def test_sigkill_follows_when_the_grace_is_over() -> None:
+    agent = Agent().run()
+    agent.order(wire.StopAttempt(0, "r", 1, 5.0))
+    assert not of(agent.tick(104.5), ev.SignalRanks)
+    (kill,) = of(agent.tick(105.5), ev.SignalRanks)
+    assert (kill.signum, kill.whole_session) == (signal.SIGKILL, True)
+
+
+def test_a_stop_without_grace_kills_at_once_and_a_longer_one_cannot_undo_a_shorter() -> None:
+    agent = Agent().run()
+    assert of(agent.order(wire.StopAttempt(0, "hung", 1, 0.0)), ev.SignalRanks)[0].signum == signal.SIGKILL
+    agent = Agent().run()
+    agent.order(wire.StopAttempt(0, "r", 1, 5.0))
+    agent.order(wire.StopTraining(0, "r", "q", 60.0))
+    assert of(agent.tick(105.5), ev.SignalRanks)[0].signum == signal.SIGKILL
+
+
+def test_a_stop_that_comes_before_the_pids_is_done_when_they_are_there() -> None:
+    agent = Agent().join()
+    agent.order(start_command())
+    assert not of(agent.order(wire.StopAttempt(0, "r", 1, 5.0)), ev.SignalRanks)
+    assert of(agent.feed(ev.RanksSpawned(1, (11, 12))), ev.SignalRanks)[0].signum == signal.SIGTERM
+
+
+def test_a_failed_spawn_is_reported_and_reaped() -> None:
+    agent = Agent().join()
+    agent.order(start_command())
+    actions = agent.feed(ev.SpawnFailure(1, "no such file: x.py", 2))
+    assert facts(actions, wire.StartFailed)[0].exit_code == 2
+    assert of(actions, ev.ReapAll)
+    assert facts(agent.feed(ev.AllReaped(1)), wire.RanksGone)
+
+
+def test_stop_of_an_attempt_that_never_began_here_answers_that_it_is_gone() -> None:
+    agent = Agent().join()
+    agent.order(wire.HostStore(0, "r", 1))
+    assert facts(agent.order(wire.StopAttempt(0, "r", 1, 5.0)), wire.RanksGone)
+
+
+def test_a_restart_is_said_in_one_line_with_its_cause() -> None:
+    agent = Agent().run()
+    agent.die(1, 137, 9)
+    agent.die(0, 1)
+    agent.feed(ev.AllReaped(1))
+    (said,) = of(agent.order(start_command(attempt=2), epoch=2), ev.PrintReport)
+    assert said.text == "rsup: attempt 2 starts: rank 1 was killed by SIGKILL (restart 1 of 3)"
+    agent.feed(ev.RanksSpawned(2, (13, 14)))
+    agent.order(wire.StopAttempt(0, "rank 5 on other hung", 2, 0.0))
+    agent.die(0, 137, 9)
+    agent.die(1, 137, 9)
+    agent.feed(ev.AllReaped(2))
+    (said,) = of(agent.order(start_command(attempt=3), epoch=3), ev.PrintReport)
+    assert said.text == "rsup: attempt 3 starts: rank 5 on other hung (restart 2 of 3)"
+
+
+# ------------------------------------------------------------------------------------------------ signals and requests
+
+
+def test_signal_is_passed_on_and_a_second_one_kills() -> None:
+    agent = Agent(stop_grace_s=30.0).run()
+    actions = agent.feed(ev.SignalArrived(signal.SIGINT))
+    assert facts(actions, wire.SignalReceived)[0].signal == signal.SIGINT
+    assert of(actions, ev.SignalRanks)[0].signum == signal.SIGINT
+    actions = agent.feed(ev.SignalArrived(signal.SIGINT))
+    assert of(actions, ev.SignalRanks)[0].signum == signal.SIGKILL
+    agent.die(0, 137, 9)
+    agent.die(1, 137, 9)
+    agent.feed(ev.AllReaped(1))
+    assert of(agent.tick(103), ev.Exit)[0].code == 130
+
+
+def test_the_deciders_result_wins_over_our_own_after_a_signal() -> None:
+    agent = Agent().run()
+    agent.feed(ev.SignalArrived(signal.SIGTERM))
+    agent.die(0)
+    agent.die(1)
+    agent.feed(ev.AllReaped(1))
+    assert of(agent.order(wire.EndJob(0, "saved and left", RESULT)), ev.Exit)[0].code == 0
+
+
+def test_nothing_is_started_after_a_signal() -> None:
+    agent = Agent().join()
+    agent.feed(ev.SignalArrived(signal.SIGTERM))
+    actions = agent.order(start_command())
+    assert not of(actions, ev.SpawnRanks)
+    assert facts(actions, wire.RanksGone)
+    assert of(agent.tick(112), ev.Exit)[0].code == 143
+
+
+def test_other_signals_are_passed_on_and_training_goes_on() -> None:
+    agent = Agent().run()
+    actions = agent.feed(ev.SignalArrived(signal.SIGUSR1, stops=False))
+    assert of(actions, ev.SignalRanks)[0].if_caught
+    assert agent.state.phase is ev.Phase.RUNNING
+
+
+def test_requests_go_to_ranks_that_take_them_and_the_others_get_sigterm() -> None:
+    agent = Agent().run()
+    assert not facts(agent.order(wire.SaveCheckpoint(0, "r", "q1")), wire.RequestDone)[0].done
+    for local_rank in (0, 1):
+        agent.feed(ev.RankMessage(1, local_rank, wire.RankHello(local_rank, 1, 11, "CPU-x", takes_requests=True)))
+    actions = agent.order(wire.SaveCheckpoint(0, "r", "q2"))
+    assert of(actions, ev.AskRanks)[0].local_ranks == (0, 1)
+    assert not facts(agent.feed(ev.RankMessage(1, 0, wire.RankRequestDone("q2", 5))), wire.RequestDone)
+    assert facts(agent.feed(ev.RankMessage(1, 1, wire.RankRequestDone("q2", 5))), wire.RequestDone)[0].done
+    actions = agent.order(wire.StopTraining(0, "rsup stop", "q3", 20.0))
+    assert of(actions, ev.AskRanks)[0].leave and not of(actions, ev.SignalRanks)
+    agent.feed(ev.RankMessage(1, 0, wire.RankCheckpoint(6, "/ckpt")))
+    assert facts(agent.die(0), wire.RankExited)[0].saved
+    assert not facts(agent.die(1), wire.RankExited)[0].saved
+    plain = Agent().run()
+    actions = plain.order(wire.StopTraining(0, "rsup stop", "q", 20.0))
+    assert of(actions, ev.SignalRanks)[0].local_ranks == (0, 1)
+    assert facts(actions, wire.RequestDone)[0].done
+
+
+def test_declared_exit_code_travels_with_the_exit() -> None:
+    agent = Agent().run()
+    agent.feed(ev.RankMessage(1, 0, wire.RankDeclares(17, "validation failed")))
+    assert facts(agent.die(0, 17), wire.RankExited)[0].declared == 17
+
+
+# ----------------------------------------------------------------------------------------------------- silence and time
+
+
+def test_a_local_failure_and_a_silent_decider_end_in_88() -> None:
+    agent = Agent(supervisor_grace_s=60.0, stop_grace_s=5.0).run()
+    agent.tick(150)
+    agent.die(0, 1)
+    assert not of(agent.tick(209), ev.SignalRanks)
+    assert of(agent.tick(211), ev.SignalRanks)[0].signum == signal.SIGTERM
+    agent.die(1, 143, 15)
+    actions = agent.feed(ev.AllReaped(1))
+    assert of(actions, ev.Exit)[0].code == 88
+    assert of(actions, ev.WriteResult)[0].result.exit_code == 88
+
+
+def test_a_silent_decider_alone_never_touches_running_ranks() -> None:
+    agent = Agent(supervisor_grace_s=10.0).run()
+    assert not agent.tick(100 + 86_400, step=1.0)
+    assert agent.state.phase is ev.Phase.RUNNING
+
+
+def test_success_does_not_wait_for_a_silent_decider() -> None:
+    agent = Agent(supervisor_grace_s=300.0).run()
+    agent.die(0)
+    agent.die(1)
+    agent.feed(ev.AllReaped(1))
+    assert of(agent.tick(120), ev.Exit)[0].code == 0
+
+
+def test_the_fence_timeout_kills_the_ranks_of_a_cut_off_agent() -> None:
+    agent = Agent(fence_timeout_s=20.0).run()
+    assert not of(agent.tick(119), ev.SignalRanks)
+    (kill,) = of(agent.tick(121), ev.SignalRanks)
+    assert kill.signum == signal.SIGKILL and kill.whole_session
+
+
+def test_nobody_answers_within_the_join_timeout() -> None:
+    agent = Agent(join_timeout_s=30.0)
+    assert of(agent.tick(131), ev.Exit)[0].code == 1
+
+
+def test_suspension_moves_every_deadline() -> None:
+    agent = Agent(fence_timeout_s=20.0, supervisor_grace_s=30.0).run()
+    agent.die(0, 1)
+    agent.order(wire.StopAttempt(0, "r", 1, 5.0))
+    agent.tick(101)
+    agent.now += 1000.0
+    assert not of(agent.feed(ev.Tick()), ev.SignalRanks)
+    assert [(gap.start_ns, gap.end_ns) for gap in agent.state.gaps] == [(101 * 10**9, 1101 * 10**9)]
+    assert not of(agent.tick(1104.5), ev.SignalRanks)
+    assert of(agent.tick(1106), ev.SignalRanks)[0].signum == signal.SIGKILL
+
+
+def test_many_gaps_stay_bounded_and_forgive_no_less() -> None:
+    agent = Agent().run()
+    for _ in range(200):
+        agent.now += 2.0
+        agent.feed(ev.Tick())
+    gaps = agent.state.gaps
+    assert len(gaps) == 64
+    assert sum(gap.end_ns - gap.start_ns for gap in gaps) >= 200 * 2 * 10**9
+
+
+def test_unkillable_process_is_said_once() -> None:
+    agent = Agent().run()
+    agent.order(wire.StopAttempt(0, "r", 1, 0.0))
+    notes = [note for note in facts(agent.tick(200), wire.Note) if note.level == "error"]
+    assert len(notes) == 1 and "11, 12" in notes[0].text
+
+
+def test_a_refusal_ends_a_newcomer_but_not_running_ranks() -> None:
+    agent = Agent()
+    actions = agent.feed(ev.Refused(wire.Refusal(2, "job t1 is already running")))
+    assert of(actions, ev.Exit)[0].code == 2
+    agent = Agent().run()
+    assert not of(agent.feed(ev.Refused(wire.Refusal(2, "unknown"))), ev.Exit)

@@ -1,0 +1,226 @@
+"""Whole jobs: `rsup launch` with the embedded supervisor that it starts itself, real ranks, real faults."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WAITS = """
+import os, time
+out = os.environ["OUT"] + "/"
+attempt = os.environ["RSUP_ATTEMPT"]
+with open(f"{out}started-{attempt}-{os.environ['RANK']}.tmp", "w") as file:
+    file.write(f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['GROUP_RANK']}")
+os.rename(file.name, file.name.removesuffix(".tmp"))
+while not os.path.exists(out + "end"):
+    time.sleep(0.05)
+"""
+
+
+class Job:
+    """Launches of one test. `at` names a node: each has a state and a runtime directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def environment(self, at: str) -> dict[str, str]:
+        run = self.folder / f"run-{at}"
+        run.mkdir(mode=0o700, exist_ok=True)
+        places = {"RSUP_STATE_DIR": str(self.folder / f"state-{at}"), "XDG_RUNTIME_DIR": str(run)}
+        return os.environ | places | {"OUT": str(self.folder), "HOME": str(self.folder / f"home-{at}")}
+
+    def launch(self, script: str, *options: str, at: str = "a") -> subprocess.Popen[bytes]:
+        path = self.folder / "script.py"
+        path.write_text(script)
+        with open(self.err_path(at), "wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rsup.launcher", "launch", *options, str(path)],
+                env=self.environment(at),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+            )
+        self.processes[at] = process
+        return process
+
+    def err_path(self, at: str = "a") -> Path:
+        return self.folder / f"err-{at}"
+
+    def err(self, at: str = "a") -> str:
+        return self.err_path(at).read_text()
+
+    def result(self, job_id: str, at: str = "a", run: int = 1) -> dict[str, object]:
+        path = self.folder / f"state-{at}/jobs/{job_id}.{run}/result.json"
+        content: dict[str, object] = json.loads(path.read_text())
+        return content
+
+    def until(self, condition: Callable[[], object], within_s: float = 30.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            said = "".join(f"{at}: {self.err(at)}" for at in self.processes)
+            assert time.monotonic() < deadline, f"not within {within_s} s\n{said}"
+            time.sleep(0.02)
+
+    def started(self, attempt: int, world_size: int = 2) -> list[int]:
+        """Pids of the attempt's ranks by rank, once all have started."""
+        paths = [self.folder / f"started-{attempt}-{rank}" for rank in range(world_size)]
+        self.until(lambda: all(path.exists() for path in paths))
+        return [int(path.read_text().split()[0]) for path in paths]
+
+    def supervisor_pid(self, at: str = "a") -> int:
+        return int(json.loads((self.folder / f"state-{at}/supervisor.json").read_text())["pid"])
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
+
+@pytest.fixture
+def job(own_directories: Path):  # type: ignore[no-untyped-def]
+    job = Job(own_directories)
+    yield job
+    for process in job.processes.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("raise SystemExit(0)", 0),
+        ("raise SystemExit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
+        ("raise SystemExit(17)", 1),
+        ("import rsup.worker as w; w.declare_exit(17, 'validation failed'); w.shutdown(); raise SystemExit(17)", 17),
+    ],
+)
+def test_the_exit_code_is_the_first_failing_ranks(job: Job, ending: str, code: int) -> None:
+    script = f"import os, signal, time\nif os.environ['RANK'] == '1':\n    {ending}\nif {code}: time.sleep(60)"
+    assert job.launch(script, "--nproc-per-node", "2", "--job-id", "t1").wait(30) == code
+    result = job.result("t1")
+    assert result["exit_code"] == code
+    if code:
+        assert result["rank"] == 1 and "rank 1" in job.err()
+
+
+def test_a_killed_rank_costs_one_restart(job: Job) -> None:
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--max-restarts", "3", "--job-id", "t1")
+    os.kill(job.started(1)[1], signal.SIGKILL)
+    job.started(2)
+    job.end()
+    assert process.wait(30) == 0
+    assert job.result("t1")["attempts"] == 2
+    (line,) = [line for line in job.err().splitlines() if "attempt 2 starts" in line]
+    assert "rank 1" in line and "SIGKILL" in line and "(restart 1 of 3)" in line
+
+
+def test_sigterm_to_the_launcher_ends_the_job(job: Job) -> None:
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--max-restarts", "3")
+    job.started(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+def test_the_supervisors_death_costs_nothing(job: Job) -> None:
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--job-id", "t1")
+    pids = job.started(1)
+    first = job.supervisor_pid()
+    os.kill(first, signal.SIGKILL)
+    job.until(lambda: job.supervisor_pid() != first)
+    assert [Path(f"/proc/{pid}").exists() for pid in pids] == [True, True]
+    job.end()
+    assert process.wait(30) == 0
+    assert job.result("t1")["attempts"] == 1
+
+
+def test_the_supervisors_death_in_the_middle_of_a_restart(job: Job) -> None:
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--max-restarts", "3", "--job-id", "t1")
+    pids = job.started(1)
+    os.kill(job.supervisor_pid(), signal.SIGKILL)
+    os.kill(pids[0], signal.SIGKILL)
+    job.started(2)
+    job.end()
+    assert process.wait(30) == 0
+    assert job.result("t1")["attempts"] == 2
+
+
+def test_a_stopped_rank_with_a_step_limit_is_replaced(job: Job) -> None:
+    script = "import rsup.worker\nrsup.worker.section('step').enter()\n" + WAITS.replace(
+        "time.sleep(0.05)", "rsup.worker.section('step').exit(); rsup.worker.section('step').enter(); time.sleep(0.05)"
+    )
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--ft-rank-section-timeouts", "step:1.5", "--job-id", "t1")
+    process = job.launch(script, *options)
+    os.kill(job.started(1)[1], signal.SIGSTOP)
+    job.started(2)
+    job.end()
+    assert process.wait(30) == 0
+    assert "step" in job.err()
+
+
+def test_a_live_job_id_is_refused(job: Job) -> None:
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--job-id", "t1")
+    job.started(1)
+    done = subprocess.run(
+        [sys.executable, "-m", "rsup.launcher", "launch", "--job-id", "t1", str(job.folder / "script.py")],
+        env=job.environment("a"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert "t1 is already running" in done.stderr and done.stderr.count("\n") == 1
+    job.end()
+    assert process.wait(30) == 0
+
+
+def test_two_nodes_with_directories_of_their_own(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "2", "--job-id", "t1")
+    second = job.launch(WAITS, *options, "--node-rank", "1", at="b")
+    first = job.launch(WAITS, *options, "--node-rank", "0", at="a")
+    pids = job.started(1, world_size=4)
+    ranks_of_second = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
+    assert {str(pids[2]), str(pids[3])} <= set(ranks_of_second)
+    os.kill(pids[3], signal.SIGKILL)
+    job.started(2, world_size=4)
+    job.end()
+    assert (first.wait(30), second.wait(30)) == (0, 0)
+
+
+def test_a_failure_on_one_node_ends_all_with_its_code(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    script = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1); raise SystemExit(11)\ntime.sleep(60)"
+    options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
+    first = job.launch(script, *options, "--node-rank", "0", at="a")
+    second = job.launch(script, *options, "--node-rank", "1", at="b")
+    assert (first.wait(30), second.wait(30)) == (11, 11)
+
+
+def test_the_death_of_an_agent_is_survived_by_the_other(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--max-restarts", "3", "--last-call", "1", "--job-id", "t1")
+    first = job.launch(WAITS, *options, "--node-rank", "0", at="a")
+    second = job.launch(WAITS, *options, "--node-rank", "1", at="b")
+    pids = job.started(1)
+    second.kill()
+    job.until(lambda: (job.folder / "started-2-0").exists())
+    assert not Path(f"/proc/{pids[1]}").exists()
+    assert (job.folder / "started-2-0").read_text().split()[1:] == ["1", "0"]
+    job.end()
+    assert first.wait(30) == 0
+    assert job.result("t1")["attempts"] == 2

@@ -1,0 +1,127 @@
+"""The keeper as host of the attempts' TCPStores, with real ranks."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rsup.launcher.keeper import Keeper, PortInUse, bind_store_socket
+
+RANK = """
+import datetime, os, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+total = torch.ones(1); dist.all_reduce(total)
+assert total.item() == dist.get_world_size()
+dist.new_group([0]); dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    yield keeper
+    keeper.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def start_ranks(port: int, attempt: int, world_size: int = 2) -> list[subprocess.Popen[bytes]]:
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", RANK]
+    return [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("backend", ["libuv", "plain"])
+def test_three_attempts_each_on_a_store_of_its_own(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    if backend == "plain":
+        monkeypatch.setenv("USE_LIBUV", "0")
+    keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    try:
+        port = 0
+        for attempt in (1, 2, 3):
+            port = keeper.host_store(attempt, "127.0.0.1", port)  # from the second on an exact port
+            ranks = start_ranks(port, attempt)
+            assert [rank.wait(60) for rank in ranks] == [0, 0]
+            keeper.drop_store(attempt)
+        assert keeper.read_notices() == []
+        assert (tmp_path / "spool.keeper").read_text() == ""
+    finally:
+        keeper.close()
+
+
+def test_a_store_dropped_before_torch_is_there_frees_its_port_at_once(keeper: Keeper) -> None:
+    port = keeper.host_store(1, "127.0.0.1")
+    keeper.drop_store(1)
+    started = time.monotonic()
+    assert keeper.host_store(2, "127.0.0.1", port) == port
+    assert time.monotonic() - started < 0.9
+
+
+def test_port_in_use_names_its_holder() -> None:
+    with bind_store_socket("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(PortInUse) as error:
+            bind_store_socket("127.0.0.1", port)
+        assert str(error.value).startswith(f"port {port} is in use by process {os.getpid()} (")
+        assert str(error.value).endswith("choose another --master-port")
+        with pytest.raises(PortInUse):
+            bind_store_socket("somewhere.example", port)
+
+
+def test_loopback_is_bound_alone_and_other_hosts_on_all_addresses() -> None:
+    with bind_store_socket("localhost", 0) as alone, bind_store_socket(socket.gethostname(), 0) as everywhere:
+        assert alone.getsockname()[0] == "127.0.0.1"
+        assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
+        with socket.create_connection(("127.0.0.1", everywhere.getsockname()[1]), 5):
+            pass
+
+
+def test_the_agent_sees_its_keeper_die_and_starts_another(tmp_path: Path) -> None:
+    keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    os.kill(keeper.pid, 9)
+    assert select.select([keeper], [], [], 10)[0]
+    keeper.close()
+    another = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    assert another.host_store(2, "127.0.0.1") > 0
+    another.close()
+
+
+def test_torch_that_cannot_be_imported_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise OSError('libcudart.so is missing')\n")
+    monkeypatch.setenv("PYTHONPATH", str(broken.parent))
+    keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    try:
+        keeper.hosts_stores = True
+        ports = [keeper.host_store(attempt, "127.0.0.1") for attempt in (1, 2)]
+        assert select.select([keeper.notices_fileno()], [], [], 20)[0]
+        wait_until_refused(ports[1])
+        assert keeper.read_notices() == [
+            "no TCPStore for the ranks, torch cannot be imported: OSError: libcudart.so is missing"
+        ]
+    finally:
+        keeper.close()
+
+
+def wait_until_refused(port: int) -> None:
+    give_up = time.monotonic() + 10
+    while time.monotonic() < give_up:
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except ConnectionError:
+            return
+    raise AssertionError(f"port {port} still listens")

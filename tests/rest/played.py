@@ -1,0 +1,81 @@
+"""The parts of a running supervisor that these tests play, and clients of the server over them."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import httpx
+
+from rsup.supervisor.principals import Principal, Role, TokenBook
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rest.context import Change, ChangeReply
+from rsup.supervisor.views import LiveBeats
+from rsup.supervisor.wire import SupervisorInfo
+
+TOKENS = {"viewer": "viewer-token-0123456789", "user": "user-token-0123456789", "operator": "operator-token-0123456789"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    done: bool
+    message: str
+
+
+@dataclass
+class PlayedSupervisor:
+    """`LiveView` and the loop's end of `submit`."""
+
+    rest: str = ""
+    live_beats: dict[JobKey, LiveBeats] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    reply: Reply | None = Reply(True, "taken up")
+    store_problem: str = ""
+    loop_age: float = 0.05
+
+    def info(self) -> SupervisorInfo:
+        return SupervisorInfo("i1", os.getpid(), "here", True, self.rest, "rsup.db")
+
+    def beats(self, job: JobKey) -> LiveBeats | None:
+        return self.live_beats.get(job)
+
+    def loop_age_s(self) -> float:
+        return self.loop_age
+
+    def store_error(self) -> str:
+        return self.store_problem
+
+    def counters(self) -> Mapping[str, float]:
+        return {"messages_dropped_total": 3, "commit_seconds": 0.004}
+
+    def submit(self, change: Change) -> "Future[ChangeReply]":
+        self.changes.append(change)
+        future: Future[ChangeReply] = Future()
+        if self.reply is not None:
+            future.set_result(self.reply)
+        return future
+
+
+def book() -> TokenBook:
+    """A viewer, ann as user, and an operator."""
+    people = {"viewer": Principal("guest", Role.VIEWER), "user": Principal("ann", Role.USER)}
+    people["operator"] = Principal("root", Role.OPERATOR)
+    return TokenBook(tuple((hashlib.sha256(TOKENS[role].encode()).digest(), who) for role, who in people.items()))
+
+
+@dataclass
+class Served:
+    """A server's address, how to stop it, and clients of it."""
+
+    address: str
+    stop: Callable[[], None]
+    clients: list[httpx.Client] = field(default_factory=list)
+
+    def client(self, role: str | None = "operator", **headers: str) -> httpx.Client:
+        """A client with that role's token, or none."""
+        if role is not None:
+            headers["Authorization"] = f"Bearer {TOKENS[role]}"
+        client = httpx.Client(base_url=self.address, headers=headers, trust_env=False, timeout=10)
+        self.clients.append(client)
+        return client

@@ -1,0 +1,69 @@
+"""Token files: made once, private, and refused when they are wrong."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from rsup.supervisor.principals import Principal, Role, make_token, owner_name, read_tokens
+from rsup.supervisor.wire import RsupError
+
+DIGEST = hashlib.sha256(b"anns-token-0123456789").hexdigest()
+
+
+def test_the_owners_token_is_made_once_and_private(state: Path) -> None:
+    token = make_token(state)
+    assert len(token) >= 32 and make_token(state) == token
+    assert (state / "token").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in state.iterdir()] == ["token"]
+    book = read_tokens(state)
+    assert book.find(token) == Principal(owner_name(), Role.OPERATOR)
+    assert book.find(token + "x") is None and book.find("") is None
+
+
+def test_a_shared_supervisor_knows_others_by_their_hashes(state: Path) -> None:
+    (state / "tokens.toml").write_text(f'[[token]]\nname = "ann"\nrole = "user"\nsha256 = "{DIGEST}"\n')
+    principal = read_tokens(state).find("anns-token-0123456789")
+    assert principal == Principal("ann", Role.USER)
+    assert principal.may_read("ann") and not principal.may_read("bob")
+    assert not Principal("ann", Role.VIEWER).may_read("ann") and Principal("x", Role.OPERATOR).may_read("ann")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[token]", "no TOML"),
+        ("x = 1", "only [[token]]"),
+        ("token = 3", "only [[token]]"),
+        ('[[token]]\nname = "a"', "entry 1"),
+        (f'[[token]]\nname = "a"\nrole = "god"\nsha256 = "{DIGEST}"', "viewer, user, operator"),
+        ('[[token]]\nname = "a"\nrole = "user"\nsha256 = "12"', "64 hexadecimal"),
+        (f'[[token]]\nname = ""\nrole = "user"\nsha256 = "{DIGEST}"', "needs a name"),
+    ],
+)
+def test_a_wrong_token_list_is_named(state: Path, text: str, complaint: str) -> None:
+    (state / "tokens.toml").write_text(text)
+    with pytest.raises(RsupError) as caught:
+        read_tokens(state)
+    assert complaint in str(caught.value) and "tokens.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_that_others_may_touch_are_refused(state: Path) -> None:
+    make_token(state)
+    (state / "token").chmod(0o640)
+    with pytest.raises(RsupError, match="chmod 600"):
+        read_tokens(state)
+    (state / "token").unlink()
+    (state / "tokens.toml").write_text("")
+    (state / "tokens.toml").chmod(0o666)
+    with pytest.raises(RsupError, match="chmod go-w"):
+        read_tokens(state)
+
+
+def test_a_short_or_binary_token_is_refused(state: Path) -> None:
+    for content in (b"short", b"\xff" * 40, "é".encode() * 20):
+        (state / "token").write_bytes(content)
+        os.chmod(state / "token", 0o600)
+        with pytest.raises(RsupError, match="token file"):
+            read_tokens(state)

@@ -1,0 +1,40 @@
+"""Tables, durations and cleaned text."""
+
+import pytest
+
+from rsup.supervisor.render import clean, clean_block, cut, duration, moment, percent, table, width_of
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (-1, "-"), (0, "0 s"), (0.012, "12 ms"), (0.0996, "0.1 s"), (2.14, "2.1 s"), (59.94, "59.9 s")),
+        *((59.96, "1 min"), (61, "1 min 1 s"), (3599.7, "1 h"), (3660, "1 h 1 min"), (86400, "1 d"), (90000, "1 d 1 h")),
+    ],
+)
+def test_durations_read_as_people_write_them(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_moments_and_shares() -> None:
+    assert moment("2026-11-29T20:47:01.123456Z") == "2026-11-29T20:47:01Z" and moment(None) == "-"
+    assert percent(0.9731) == "97.3 %" and percent(None) == "-"
+
+
+def test_control_characters_are_taken_out() -> None:
+    assert clean("a\x1b[31m\nb\u202ec\x00") == "a [31m b c"
+    assert clean_block("a\tb\x1b\n\x07 c\r\nd") == "a   b\n  c\nd"
+
+
+def test_a_table_fits_and_is_aligned() -> None:
+    text = table(("RANK", "WHAT"), [(1, "x" * 50), (12, "")], width=20, right=(0,))
+    assert text.splitlines() == ["RANK  WHAT", f"   1  {'x' * 13}…", "  12  -"]
+    assert all(width_of(line) <= 20 for line in text.splitlines())
+
+
+def test_a_table_too_wide_for_anything_keeps_its_headings() -> None:
+    assert table(("RANK", "WHAT"), [("123456", "abcdefgh")], width=3).splitlines()[0] == "RANK  WHAT"
+
+
+def test_wide_characters_count_two() -> None:
+    assert width_of("日本") == 4 and cut("日本語", 5) == "日本…" and cut("日本語", 4) == "日…"

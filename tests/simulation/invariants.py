@@ -1,0 +1,110 @@
+"""What must hold at every moment of a simulated run, and at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rsup.supervisor import wire
+from rsup.supervisor.records import CheckpointSaved, EventLogged, JobKey, JobSaved, Record
+from rsup.supervisor.states import decode
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_agent import SimAgent
+    from tests.simulation.sim_world import World
+
+
+class Watcher:
+    """Looks at everything and decides nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.events: dict[JobKey, list[EventLogged]] = {}
+        self.saved: dict[JobKey, JobSaved] = {}
+        self.checkpoints: Counter[tuple[JobKey, int, int]] = Counter()
+        self.acked: dict[str, int] = {}
+
+    def committed(self, records: list[Record]) -> None:
+        """A transaction is on disk."""
+        for record in records:
+            if isinstance(record, EventLogged):
+                story = self.events.setdefault(record.job, [])
+                assert record.number == len(story) + 1, f"event {record.number} after {len(story)}"
+                assert record.text, record
+                story.append(record)
+            elif isinstance(record, CheckpointSaved):
+                self.checkpoints[record.job, record.attempt, record.iteration] += 1
+            elif isinstance(record, JobSaved):
+                self._saved(record)
+
+    def _saved(self, record: JobSaved) -> None:
+        before = self.saved.get(record.job)
+        if before is not None:
+            assert record.epoch >= before.epoch, "an epoch fell"
+            assert record.attempt >= before.attempt, "an attempt fell"
+            assert not (before.phase == "ended" and record.phase != "ended"), "an ended run came back"
+            if before.phase == "ended":
+                assert record.exit_code == before.exit_code, "a result changed"
+        self.saved[record.job] = record
+        state = decode(record.state)
+        for agent_id, agent in state.agents.items():
+            assert agent.acked_fact >= self.acked.get(agent_id, 0), "an acknowledgement was taken back"
+            assert [c.sequence for c in agent.outbox] == list(
+                range(agent.last_command - len(agent.outbox) + 1, agent.last_command + 1)
+            ), "a hole in an outbox"
+            self.acked[agent_id] = agent.acked_fact
+        policy = state.spec.policy
+        if policy.mode == "count":
+            assert state.budget.restarts <= policy.max_restarts, "more restarts than --max-restarts"
+        else:
+            assert state.budget.without_progress <= policy.no_progress_limit
+
+    def sent(self, agent: SimAgent, message: wire.ToAgent) -> None:
+        """The supervisor sends: only what is on disk."""
+        if isinstance(message, wire.Order | wire.Welcome):
+            assert message.acked_fact <= self.acked.get(agent.agent_id, 0), "acknowledged before it was committed"
+            assert message.acked_fact <= agent.spool.last, "acknowledged what was never said"
+
+    def look(self) -> None:
+        """After every event."""
+        live: dict[str, set[int]] = {}
+        for agent in self.world.agents.values():
+            attempt = agent.live_attempt
+            if attempt:
+                live.setdefault(agent.job_id, set()).add(attempt)
+        for job_id, attempts in live.items():
+            assert len(attempts) == 1, f"ranks of attempts {attempts} of {job_id} live at once"
+
+    def check_end(self) -> None:
+        """When all is over: nothing lost, nothing doubled, one result."""
+        for key, record in self.saved.items():
+            assert record.phase == "ended", f"{key} is {record.phase}"
+        assert all(count == 1 for count in self.checkpoints.values()), f"a fact was applied twice: {self.checkpoints}"
+        for agent in self.world.agents.values():
+            self._check_facts(agent)
+            assert len(agent.starts) == len(set(agent.starts)), f"{agent.agent_id} started an attempt twice: {agent.starts}"
+        self._check_results()
+
+    def _check_facts(self, agent: SimAgent) -> None:
+        story = [event for events in self.events.values() for event in events if event.node == agent.info.node]
+        told = Counter(event.text for event in story if event.kind == "Note")
+        delivered = self.acked.get(agent.agent_id, 0)
+        said = [fact for fact in agent.facts[:delivered] if isinstance(fact, wire.Note)]
+        for fact in said:
+            assert told[fact.text] == 1, f"{fact.text!r} of {agent.agent_id} stands {told[fact.text]} times in the story"
+        exits = sum(isinstance(fact, wire.RankExited) for fact in agent.facts[:delivered])
+        logged = sum(event.kind == "RankExited" for event in story)
+        assert exits == logged, f"{agent.agent_id}: {exits} exits delivered, {logged} in the story"
+        if agent.gone and agent.refused is None:
+            assert not len(agent.spool), f"the keeper of {agent.agent_id} could not deliver"
+
+    def _check_results(self) -> None:
+        for key, record in self.saved.items():
+            for agent in self.world.agents.values():
+                if agent.job_id != key.job_id or agent.run != key.run or agent.exit_code is None:
+                    continue
+                own_word = agent.result is None or "could not be told" in agent.result.reason or agent.state.signum
+                requeued = agent.exit_code == wire.EXIT_REQUEUE
+                assert own_word or requeued or agent.exit_code == record.exit_code, (
+                    f"{agent.agent_id} exits {agent.exit_code}, the job {record.exit_code}: {record.reason}"
+                )

@@ -1,0 +1,292 @@
+"""A simulated agent: the real process machine and the real spool, over simulated processes and a simulated link.
+
+The link does what `launcher.supervisor_client` does: `Hello` until welcomed and after 3 s of silence, facts in order, sent
+again after 2 s without an acknowledgement, numbered anew when a supervisor with another history welcomes us.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rsup.launcher import process_events as ev
+from rsup.launcher.process_ending import HAS_PROCESSES
+from rsup.launcher.process_machine import decide, new_state
+from rsup.launcher.spool import Spool
+from rsup.supervisor import wire
+from tests.simulation.sim_training import SimRank, Training
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_world import World
+
+TICK_S = 0.5
+SILENCE_S = 3.0
+RESEND_S = 2.0
+
+
+class SimAgent:
+    """One agent and, after its death, its keeper (`gone`)."""
+
+    def __init__(self, world: World, info: wire.AgentInfo, spec: wire.JobSpec) -> None:
+        self.world, self.info, self.spec = world, info, spec
+        settings = ev.Settings(spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, info.node)
+        self.state = new_state(settings, self.moment())
+        self.spool = Spool(None)
+        self.alive = True
+        self.gone = False
+        self.result: wire.JobResult | None = None
+        self.exit_code: int | None = None
+        self.refused: wire.Refusal | None = None
+        self.ranks: list[SimRank] = []
+        self.facts: list[wire.AnyFact] = []
+        """All that it ever put into its spool."""
+        self.starts: list[int] = []
+        self.welcomed = False
+        self.job_id, self.run = "", 0
+        self.instance = ""
+        self.heard_s = -1e9
+        self.hello_s = -1e9
+        self.sent = 0
+        self.sent_s = 0.0
+        self.num_notes = 0
+        self.told_to_end = False
+        self.tick()
+
+    @property
+    def agent_id(self) -> str:
+        return self.info.agent_id
+
+    @property
+    def live_attempt(self) -> int:
+        """The attempt of which a rank lives here, 0: none."""
+        return self.state.attempt if any(rank.alive for rank in self.ranks) else 0
+
+    @property
+    def training(self) -> Training:
+        """The script that its ranks run."""
+        assert self.state.start is not None
+        return self.world.training_of(self.state.start.job_id, self.state.start.run)
+
+    def moment(self) -> ev.Moment:
+        return ev.Moment(self.world.now_s, self.world.now_us())
+
+    # ------------------------------------------------------------------------------------------------------- the machine
+
+    def feed(self, event: ev.Event) -> None:
+        """Give the machine an event and perform what it asks for."""
+        if not self.alive or self.exit_code is not None:
+            return
+        self.state, actions = decide(self.state, event, self.moment())
+        for action in actions:
+            self._perform(action)
+        if any(isinstance(action, ev.AddFact) for action in actions):
+            self.send_facts()
+
+    def _later(self, delay_s: float, event: ev.Event) -> None:
+        self.world.after(delay_s, lambda: self.feed(event))
+
+    def _perform(self, action: ev.Action) -> None:
+        match action:
+            case ev.AddFact():
+                self.spool.append(action.fact)
+                self.facts.append(action.fact)
+            case ev.BindStore():
+                if self.world.random.random() < self.world.chaos.start_failure:
+                    self._later(0.05, ev.StoreFailure(action.attempt, "port 29500 is in use"))
+                else:
+                    self._later(0.05, ev.StoreReady(action.attempt, self.info.host, 29500))
+            case ev.SpawnRanks():
+                self._spawn(action.command)
+            case ev.SignalRanks():
+                for local_rank in action.local_ranks:
+                    self._signal(self.ranks[local_rank], int(action.signum))
+            case ev.ReapAll():
+                self._later(0.05, ev.AllReaped(action.attempt))
+            case ev.ObserveSections():
+                sections = {"step": wire.SectionSeen(0.5, 20)}
+                self.feed(ev.SectionsRead(wire.SectionsObserved(self.world.now_us(), action.attempt, sections, closing=True)))
+            case ev.CollectStacks():
+                if self.world.random.random() < 0.8:
+                    stacks = tuple(self._stack(rank) for rank in self.ranks if rank.alive)
+                    self._later(0.3, ev.StacksReady(action.attempt, stacks))
+            case ev.AskRanks():
+                self._ask(action)
+            case ev.WriteResult():
+                self.result = action.result
+            case ev.Exit():
+                self._exit(action.code)
+            case _:
+                pass
+
+    def _spawn(self, command: wire.StartAttempt) -> None:
+        self.starts.append(command.attempt)
+        assert not any(rank.alive for rank in self.ranks)
+        pids = tuple(self.world.next_pid() for _ in range(command.num_ranks))
+        self.ranks = [SimRank(self, command.first_rank + i, pid) for i, pid in enumerate(pids)]
+        self.feed(ev.RanksSpawned(command.attempt, pids))
+        training = self.world.training_of(command.job_id, command.run)
+        for i, rank in enumerate(self.ranks):
+            hello = wire.RankHello(rank.rank, command.attempt, rank.pid, f"GPU-{self.info.node}-{i}", training.plan.takes_requests)
+            self.feed(ev.RankMessage(command.attempt, i, hello))
+        training.add(command.attempt, command.world_size, self.ranks)
+
+    def _signal(self, rank: SimRank, signum: int) -> None:
+        if rank.alive and (signum == 9 or not rank.hung):
+            self.die(rank, 128 + signum, signal=signum, after_s=0.02)
+
+    def _stack(self, rank: SimRank) -> wire.RankStack:
+        text = "time.sleep" if rank.hung else "torch.distributed.all_reduce"
+        return wire.RankStack(rank.rank, rank.pid, "py-spy", text, "S", self.training.iteration)
+
+    def _ask(self, action: ev.AskRanks) -> None:
+        training = self.training
+        training.leave_asked = training.leave_asked or action.leave
+        for local_rank in action.local_ranks:
+            done = wire.RankRequestDone(action.request_id, training.iteration)
+            self._later(0.2, ev.RankMessage(self.state.attempt, local_rank, done))
+
+    def _exit(self, code: int) -> None:
+        self.exit_code = code
+        for rank in self.ranks:
+            rank.alive = False
+        self.send_facts(again=True)
+        self.world.to_supervisor(self, wire.Bye(self.agent_id))
+        if not self.told_to_end or len(self.spool):  # nobody may know: its keeper stays until somebody does
+            self.world.after(1.0, self._become_keeper)
+
+    # ------------------------------------------------------------------------------------------------------------- ranks
+
+    def die(self, rank: SimRank, exit_code: int, *, signal: int = 0, error: str = "", after_s: float = 0.0) -> None:
+        """A rank's process ends."""
+
+        def now() -> None:
+            if rank.alive and self.alive:
+                rank.alive = False
+                local_rank = self.ranks.index(rank)
+                iteration = self.training.iteration
+                self.feed(ev.RankDied(self.state.attempt, local_rank, exit_code, signal, iteration, "step", error))
+
+        self.world.after(after_s, now)
+
+    def commit_checkpoint(self, attempt: int, local_rank: int, iteration: int) -> None:
+        self.feed(ev.RankMessage(attempt, local_rank, wire.RankCheckpoint(iteration, f"/ckpt/{iteration}")))
+
+    def notice_overdue(self, rank: SimRank, iteration: int, attempt: int) -> None:
+        fact = wire.RankOverdue(
+            self.world.now_us(),
+            attempt,
+            rank.rank,
+            "step",
+            3.1,
+            3.0,
+            iteration - (1 if rank.hung else 0),
+            calculated=self.world.chaos.calculated,
+        )
+        self.feed(ev.Overdue((fact,)))
+
+    def kill(self, keeper: bool) -> None:
+        """SIGKILL of the agent, or the end of its node (no keeper): its ranks die with it."""
+        if not self.alive or self.exit_code is not None:
+            return
+        self.alive = False
+        for rank in self.ranks:
+            rank.alive = False
+        if keeper:
+            self.world.after(0.5, self._become_keeper)
+
+    def _become_keeper(self) -> None:
+        if self.state.joined is False:
+            return
+        self.gone = True
+        self.refused = None
+        self.welcomed = False
+        self.info = wire.msgspec.structs.replace(self.info, gone=True)
+        fact = wire.AgentGone(self.world.now_us(), "the launcher ended without a word")
+        self.spool.append(fact)
+        self.facts.append(fact)
+        self.tick()
+
+    # -------------------------------------------------------------------------------------------------------------- link
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come of it, for now."""
+        if self.gone:
+            return not len(self.spool) or self.refused is not None
+        return not self.alive or self.exit_code is not None
+
+    @property
+    def is_keeper(self) -> bool:
+        """Only its keeper is left."""
+        return self.gone and not self.finished
+
+    def tick(self) -> None:
+        """The loop's turn."""
+        if self.finished:
+            return
+        now_s = self.world.now_s
+        if self.welcomed and now_s - self.heard_s >= SILENCE_S:
+            self.welcomed = False
+        if not self.gone:
+            self.feed(ev.Tick())
+            if self.world.random.random() < 0.02 and not self.finished:
+                self.num_notes += 1
+                self.feed(ev.Noticed("info", f"note {self.num_notes} of {self.agent_id}"))
+        if not self.finished:
+            self._say()
+            self.world.after(TICK_S, self.tick)
+
+    def _say(self) -> None:
+        if not self.welcomed:
+            self.hello_s = self.world.now_s
+            attempt = self.state.attempt if self.state.phase in HAS_PROCESSES and not self.gone else 0
+            speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
+            hello = wire.Hello(speaks, wire.RELEASE, self.info, self.spec, self.state.epoch, attempt, self.job_id, self.run)
+            self.world.to_supervisor(self, hello)
+            return
+        again = self.world.now_s - self.sent_s >= RESEND_S
+        if not self.send_facts(again=again) and int(self.world.now_s / TICK_S) % 2 == 0:
+            self.world.to_supervisor(self, self._report())
+
+    def _report(self, first: int = 0, facts: list[wire.AnyFact] | None = None) -> wire.Report:
+        beats = []
+        training = self.training if self.state.start is not None else None
+        if training is not None and training.plan.shows_iterations:
+            beats = [wire.RankBeat(r.rank, r.pid, training.iteration, 0.1, 0.1) for r in self.ranks if r.alive]
+        return wire.Report(self.agent_id, self.state.epoch, self.state.last_command, first, facts or [], beats)
+
+    def send_facts(self, again: bool = False) -> bool:
+        """Send what has not been sent, or all that is not acknowledged."""
+        if not self.welcomed:
+            return False
+        pending = self.spool.pending(self.spool.acked if again else max(self.sent, self.spool.acked), max_facts=20)
+        if not pending:
+            return False
+        self.sent, self.sent_s = pending[-1][0], self.world.now_s
+        self.world.to_supervisor(self, self._report(pending[0][0], [fact for _, fact in pending]))
+        return True
+
+    def receive(self, message: wire.ToAgent) -> None:
+        """A message has arrived."""
+        if self.finished:
+            return
+        self.heard_s = self.world.now_s
+        match message:
+            case wire.Welcome():
+                known = self.instance == message.supervisor.instance
+                if message.acked_fact > self.spool.last or (message.acked_fact < self.spool.acked and not known):
+                    self.spool.rebase(message.acked_fact)
+                else:
+                    self.spool.acknowledge(message.acked_fact)
+                self.instance, self.job_id, self.run = message.supervisor.instance, message.job_id, message.run
+                self.welcomed = True
+                self.feed(ev.Welcomed(message))
+                self.send_facts(again=True)
+            case wire.Refusal():
+                self.refused = message
+                self.feed(ev.Refused(message))
+            case wire.Order():
+                self.spool.acknowledge(message.acked_fact)
+                self.told_to_end = self.told_to_end or any(isinstance(c, wire.EndJob) for c in message.commands)
+                self.feed(ev.OrderArrived(message))
+                if message.commands and not self.finished:
+                    self.world.to_supervisor(self, self._report())

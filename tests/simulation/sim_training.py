@@ -1,0 +1,117 @@
+"""A simulated training: the ranks of one attempt, on all agents, stepping together.
+
+Ranks are lockstep: one that is dead or hung holds all up. Faults are addressed by (rank, iteration) and strike once, or each
+time with `repeat`. Rank 0 commits a checkpoint every few iterations; the next attempt goes on from the newest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_agent import SimAgent
+
+STEP_S = 0.5
+
+
+@dataclass
+class Fault:
+    """`kind`: `exit`, `signal`, `hang`, `victim` (exit, and a peer that reports a closed connection first)."""
+
+    rank: int
+    iteration: int
+    kind: str
+    exit_code: int = 1
+    repeat: bool = False
+    struck: bool = False
+
+
+@dataclass
+class Plan:
+    """What the script does."""
+
+    num_iterations: int
+    save_interval: int
+    faults: list[Fault] = field(default_factory=list)
+    takes_requests: bool = True
+    shows_iterations: bool = True
+
+
+@dataclass
+class SimRank:
+    """A process."""
+
+    agent: SimAgent
+    rank: int
+    pid: int
+    alive: bool = True
+    hung: bool = False
+
+
+class Training:
+    """All attempts of one job's script. `checkpoint` is on the shared disk."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checkpoint = 0
+        self.attempt = 0
+        self.iteration = 0
+        self.world_size = 0
+        self.ranks: dict[int, SimRank] = {}
+        self.leave_asked = False
+        self.stepping = False
+
+    def add(self, attempt: int, world_size: int, new: list[SimRank]) -> None:
+        """Ranks of an attempt have been spawned; the first ones of a new attempt begin it."""
+        if attempt > self.attempt:
+            self.attempt, self.iteration, self.world_size = attempt, self.checkpoint, world_size
+            self.ranks = {}
+            self.leave_asked = False
+        if attempt < self.attempt:
+            return
+        for rank in new:
+            self.ranks[rank.rank] = rank
+        if len(self.ranks) == self.world_size:
+            new[0].agent.world.after(STEP_S, lambda: self.step(attempt))
+
+    def running(self, rank: SimRank) -> bool:
+        return self.ranks.get(rank.rank) is rank
+
+    def step(self, attempt: int) -> None:
+        """One iteration of all ranks, or nothing if one of them cannot."""
+        if attempt != self.attempt or not all(rank.alive and not rank.hung for rank in self.ranks.values()):
+            return
+        self.iteration += 1
+        for fault in self.plan.faults:
+            if fault.iteration == self.iteration and fault.rank in self.ranks and (fault.repeat or not fault.struck):
+                fault.struck = True
+                self._strike(fault)
+                return
+        writer = self.ranks[0].agent
+        if self.iteration % self.plan.save_interval == 0 or self.leave_asked:
+            self.checkpoint = self.iteration
+            writer.commit_checkpoint(attempt, 0, self.iteration)
+        if self.iteration >= self.plan.num_iterations or self.leave_asked:
+            for rank in list(self.ranks.values()):
+                rank.agent.die(rank, 0, after_s=0.01 * (1 + rank.rank))
+            return
+        writer.world.after(STEP_S, lambda: self.step(attempt))
+
+    def _strike(self, fault: Fault) -> None:
+        rank = self.ranks[fault.rank]
+        if fault.kind == "hang":
+            rank.hung = True
+            rank.agent.world.after(3.0, lambda: self._overdue(rank))
+        elif fault.kind == "signal":
+            rank.agent.die(rank, 128 + fault.exit_code, signal=fault.exit_code)
+        else:
+            rank.agent.die(rank, fault.exit_code, error="ValueError: a bug", after_s=0.05)
+        if fault.kind == "victim" and len(self.ranks) > 1:
+            peer = next(r for r in self.ranks.values() if r.rank != fault.rank)
+            peer.agent.die(peer, 1, error="RuntimeError: Connection closed by peer [127.0.0.1]:1234", after_s=0.01)
+
+    def _overdue(self, hung: SimRank) -> None:
+        for rank in self.ranks.values():
+            if self.running(hung) and hung.alive and rank.alive:
+                rank.agent.notice_overdue(rank, self.iteration, self.attempt)

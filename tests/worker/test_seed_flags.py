@@ -1,0 +1,343 @@
+"""Every option that the design's seed names for the training loop: its default, and that it has an effect or is refused.
+
+`section` is where the seed names it. A default of `ANY` means that the seed gives none. An option is implemented (its
+effect is tested here), still to come (the parser refuses it by name), or belongs to the launcher.
+"""
+
+import dataclasses
+import json
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rsup.supervisor import wire
+from rsup.supervisor.heartbeat_board import Board, SlotSample
+from rsup.supervisor.wire import UsageError
+from rsup.worker.reference.options import STILL_TO_COME, Options, make_parser, parse_options
+
+ANY = object()
+IMPLEMENTED, LATER, LAUNCHER = "implemented", "still to come", "launcher"
+
+SEED_FLAGS = [
+    # flag, default, section, where it is
+    ("--no-check-for-nan-in-loss-and-grad", False, "1.1", LATER),
+    ("--check-for-spiky-loss", False, "1.1", LATER),
+    ("--check-for-large-grads", False, "1.1", LATER),
+    ("--result-rejected-tracker-filename", None, "1.1", LATER),
+    ("--rerun-mode", "validate_results", "1.1", LATER),
+    ("--error-injection-rate", 0, "1.1", LATER),
+    ("--error-injection-type", "transient_error", "1.1", LATER),
+    ("--ft-param-rank_section_timeouts", ANY, "1.2", LAUNCHER),
+    ("--ft-param-rank_out_of_section_timeout", ANY, "1.2", LAUNCHER),
+    ("--ft-num-warmup-iters", 5, "1.2", IMPLEMENTED),
+    ("--calc-ft-timeouts", False, "1.2", IMPLEMENTED),
+    ("--enable-ft-package", False, "1.2", IMPLEMENTED),
+    ("--inprocess-restart", False, "1.3", LATER),
+    ("--inprocess-granularity", "node", "1.3", LATER),
+    ("--inprocess-max-iterations", None, "1.3", LATER),
+    ("--inprocess-monitor-thread-interval", 1.0, "1.3", LATER),
+    ("--inprocess-monitor-process-interval", 1.0, "1.3", LATER),
+    ("--inprocess-progress-watchdog-interval", 1.0, "1.3", LATER),
+    ("--inprocess-heartbeat-interval", 30.0, "1.3", LATER),
+    ("--inprocess-heartbeat-timeout", 60.0, "1.3", LATER),
+    ("--inprocess-soft-timeout", 60.0, "1.3", LATER),
+    ("--inprocess-hard-timeout", 90.0, "1.3", LATER),
+    ("--inprocess-barrier-timeout", 120.0, "1.3", LATER),
+    ("--inprocess-completion-timeout", 120.0, "1.3", LATER),
+    ("--inprocess-last-call-wait", 1.0, "1.3", LATER),
+    ("--inprocess-termination-grace-time", 1.0, "1.3", LATER),
+    ("--inprocess-active-world-size", None, "1.3", LATER),
+    ("--inprocess-empty-cuda-cache", False, "1.3", LATER),
+    ("--exit-signal-handler", False, "1.4", IMPLEMENTED),
+    ("--save", None, "1.4", IMPLEMENTED),
+    ("--save-interval", None, "1.4", IMPLEMENTED),
+    ("--non-persistent-save-interval", None, "1.4", LATER),
+    ("--exit-duration-in-mins", None, "1.4", IMPLEMENTED),
+    ("--exit-interval", None, "1.4", IMPLEMENTED),
+    ("--phase-transition-iterations", (), "1.4", IMPLEMENTED),
+    ("--log-interval", ANY, "2.1", IMPLEMENTED),
+    ("--log-throughput", False, "2.1", LATER),
+    ("--log-num-zeros-in-grad", False, "2.1", LATER),
+    ("--log-energy", False, "2.1", LATER),
+    ("--tensorboard-log-interval", 1, "2.1", LATER),
+    ("--log-loss-scale-to-tensorboard", True, "2.1", LATER),
+    ("--log-world-size-to-tensorboard", False, "2.1", LATER),
+    ("--log-memory-to-tensorboard", False, "2.1", LATER),
+    ("--timing-log-level", 0, "2.2", LATER),
+    ("--timing-log-option", "minmax", "2.2", LATER),
+    ("--no-barrier-with-level-1-timing", False, "2.2", LATER),
+    ("--log-straggler", False, "2.2", LATER),
+    ("--log-memory-interval", None, "2.3", LATER),
+    ("--save-grads", False, "2.4", LATER),
+    ("--save-wgrads", False, "2.4", LATER),
+    ("--cuda-graph-impl", "none", "3", LATER),
+    ("--cuda-graph-warmup-steps", 3, "3.1", LATER),
+    ("--cuda-graph-use-single-mempool", True, "3.1", LATER),
+    ("--optimizer-cuda-graph", False, "3.2", LATER),
+    ("--cuda-graph-modules", (), "3.3", LATER),
+    ("--attention-dropout", ANY, "3.3", IMPLEMENTED),
+    ("--hidden-dropout", ANY, "3.3", IMPLEMENTED),
+    ("--moe-input-jitter-eps", None, "3.3", LATER),
+    ("--cpu-offloading", False, "3.3", LATER),
+    ("--fine-grained-offloading-max-inflight-offloads", None, "3.3", LATER),
+    ("--moe-expert-rank-capacity-factor", None, "5", LATER),
+    ("--empty-unused-memory-level", 0, "5", LATER),
+]
+NAMES = {where: [flag for flag, _, _, place in SEED_FLAGS if place == where] for where in (IMPLEMENTED, LATER, LAUNCHER)}
+
+
+def test_no_flag_is_forgotten_or_named_twice() -> None:
+    assert len({flag for flag, *_ in SEED_FLAGS}) == len(SEED_FLAGS)
+    assert sorted(NAMES[LATER]) == sorted(STILL_TO_COME)
+    assert sorted(NAMES[IMPLEMENTED]) == sorted(EFFECTS)
+
+
+@pytest.mark.parametrize("flag", NAMES[IMPLEMENTED])
+def test_the_default_is_the_seeds(flag: str) -> None:
+    (default,) = (default for name, default, *_ in SEED_FLAGS if name == flag)
+    (option,) = (option for option in dataclasses.fields(Options) if f"--{option.name.replace('_', '-')}" == flag)
+    parsed = getattr(parse_options([]), option.name)
+    assert default is ANY or (parsed == default and type(parsed) is type(default))
+
+
+@pytest.mark.parametrize("flag", NAMES[LATER])
+def test_what_is_still_to_come_is_refused_by_name(flag: str) -> None:
+    for argument in (flag, f"{flag}=1"):
+        with pytest.raises(UsageError, match=f"^{flag} is not available yet$"):
+            parse_options([argument])
+    assert flag not in make_parser().format_help()
+
+
+@pytest.mark.parametrize("flag", NAMES[LAUNCHER])
+def test_the_launchers_options_are_sent_there(flag: str) -> None:
+    for argument in (flag, flag.replace("_", "-"), f"{flag}=1"):
+        with pytest.raises(UsageError, match="is an option of rsup launch"):
+            parse_options([argument])
+
+
+# ------------------------------------------------------------------------------------------------------------- effects
+
+
+class FakeAgent:
+    """A board with one slot, and the agent's end of a rank's socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.board = Board.create(1, folder, shared_memory=folder)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(folder / "rank.sock"))
+        self._listener.listen()
+        self._listener.settimeout(30)
+        self.environment = {
+            "RSUP_BOARD": str(self.board.path),
+            "RSUP_RANK_SOCKET": str(folder / "rank.sock"),
+            "RSUP_ATTEMPT": "1",
+            "RSUP_JOB_ID": "job",
+        }
+        self._link: socket.socket | None = None
+
+    def accept(self) -> None:
+        """Wait for the rank; the link of the one before goes."""
+        if self._link is not None:
+            self._link.close()
+        self._link, _ = self._listener.accept()
+        self._link.settimeout(30)
+
+    def send(self, message: wire.AgentToRank) -> None:
+        assert self._link is not None
+        self._link.send(wire.encode(message))
+
+    def receive_all(self) -> list[wire.RankToAgent]:
+        """All that the rank has sent; it has ended."""
+        assert self._link is not None
+        messages = []
+        while data := self._link.recv(wire.MAX_RANK_MESSAGE_BYTES):
+            messages.append(wire.decode_rank_to_agent(data))
+        return messages
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._listener.close()
+        self.board.close()
+
+
+@dataclass
+class Bench:
+    """What an effect is shown with."""
+
+    runs: object
+    agent: FakeAgent
+    save: Path
+
+    def text(self, *arguments: str) -> str:
+        """Output of a run of one rank."""
+        run = self.runs.run(1, *arguments)
+        assert run.codes() == [0], run.text()
+        return run.text()
+
+    def slot(self, *arguments: str) -> SlotSample:
+        """The rank's slot after a run under the fake agent."""
+        run = self.runs.start(1, "--save", str(self.save), *arguments, environment=self.agent.environment)
+        self.agent.accept()
+        assert run.finish() == [0], run.text()
+        return self.agent.board.read(0)
+
+    def digest(self, *arguments: str) -> str:
+        """Digest of a short run."""
+        return self.text("--iterations", "3", *arguments).splitlines()[-1]
+
+
+@pytest.fixture
+def bench(runs, own_directories: Path, tmp_path: Path) -> Iterator[Bench]:
+    agent = FakeAgent(own_directories)
+    yield Bench(runs, agent, tmp_path / "save")
+    agent.close()
+
+
+def entered(sample: SlotSample) -> dict[str, int]:
+    return {section.name: section.entered for section in sample.sections}
+
+
+def sections_only_when_enabled(bench: Bench) -> None:
+    sample = bench.slot("--iterations", "8")
+    assert entered(sample) == {} and sample.iteration == 8
+    bench.save = bench.save.with_name("enabled")
+    sample = bench.slot("--iterations", "8", "--save-interval", "4", "--enable-ft-package")
+    assert {"setup", "step", "checkpointing"} <= set(entered(sample))
+    assert entered(sample)["setup"] == 1 and sample.checkpoints == 2 and sample.train_steps == 8
+    assert not any(section.open_since_ns for section in sample.sections)
+
+
+def warmup_steps_are_outside(bench: Bench) -> None:
+    for warmup, steps in (("5", 3), ("2", 6), ("0", 8)):
+        bench.save = bench.save.with_name(f"warmup-{warmup}")
+        sample = bench.slot("--iterations", "8", "--enable-ft-package", "--ft-num-warmup-iters", warmup)
+        assert entered(sample)["step"] == steps
+
+
+def limits_are_kept_beside_the_checkpoints(bench: Bench) -> None:
+    for flags, written in (((), False), (("--calc-ft-timeouts",), True)):
+        bench.save = bench.save.with_name(f"limits-{written}")
+        options = ("--iterations", "1000000", "--enable-ft-package", "--exit-signal-handler", "--log-interval", "5")
+        run = bench.runs.start(1, "--save", str(bench.save), *options, *flags, environment=bench.agent.environment)
+        bench.agent.accept()
+        bench.agent.send(wire.LimitsNow(wire.Limits(sections={"step": 12.5, "setup": 60.0}, calculated=["step"])))
+        run.wait_for(lambda run=run: re.search(r"iteration +10/", run.text()) is not None, "training")
+        run.signal(0, signal.SIGTERM)
+        assert run.finish() == [0]
+        assert (bench.save / "ft_state.json").exists() == written
+    state = json.loads((bench.save / "ft_state.json").read_text())["current_timeouts"]["section"]
+    assert state["section"] == {"step": 12.5, "setup": 60.0}
+    assert state["calculated_sections"] == ["step"] and state["out_of_section"] is None
+
+
+def the_signal_saves(bench: Bench) -> None:
+    for flags, code in (((), -signal.SIGTERM), (("--exit-signal-handler",), 0)):
+        run = bench.runs.start(1, "--iterations", "1000000", "--save", str(bench.save), *flags)
+        run.wait_for(lambda run=run: "iteration" in run.text(), "training")
+        run.signal(0, signal.SIGTERM)
+        assert run.finish() == [code]
+    assert len(list(bench.save.glob("iter_*"))) == 1
+
+
+def checkpoints_are_written(bench: Bench) -> None:
+    bench.text("--iterations", "3")
+    assert not bench.save.exists()
+    bench.text("--iterations", "3", "--save", str(bench.save))
+    assert [path.name for path in bench.save.glob("iter_*")] == ["iter_0000003"]
+
+
+def checkpoints_come_at_intervals(bench: Bench) -> None:
+    bench.text("--iterations", "5", "--save", str(bench.save), "--save-interval", "2")
+    assert sorted(path.name for path in bench.save.glob("iter_*")) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+
+
+def the_duration_ends_it(bench: Bench) -> None:
+    assert "the time budget is used up" in bench.text("--iterations", "1000000", "--exit-duration-in-mins", "0.005")
+
+
+def the_interval_ends_it(bench: Bench) -> None:
+    assert "leaving after iteration 4:" in bench.text("--iterations", "10", "--exit-interval", "4")
+
+
+def a_phase_ends_it(bench: Bench) -> None:
+    assert "leaving after iteration 3: iteration 3 ends a phase" in bench.text(
+        "--iterations", "10", "--phase-transition-iterations", "3,7"
+    )
+
+
+def lines_come_at_intervals(bench: Bench) -> None:
+    said = re.findall(r"iteration +(\d+)/", bench.text("--iterations", "9", "--log-interval", "4"))
+    assert said == ["1", "4", "8"]
+
+
+def attention_dropout_changes_the_result(bench: Bench) -> None:
+    none = ("--hidden-dropout", "0", "--attention-dropout")
+    assert bench.digest(*none, "0") != bench.digest(*none, "0.5")
+
+
+def hidden_dropout_changes_the_result(bench: Bench) -> None:
+    none = ("--attention-dropout", "0", "--hidden-dropout")
+    assert bench.digest(*none, "0") != bench.digest(*none, "0.5")
+
+
+EFFECTS: dict[str, Callable[[Bench], None]] = {
+    "--enable-ft-package": sections_only_when_enabled,
+    "--ft-num-warmup-iters": warmup_steps_are_outside,
+    "--calc-ft-timeouts": limits_are_kept_beside_the_checkpoints,
+    "--exit-signal-handler": the_signal_saves,
+    "--save": checkpoints_are_written,
+    "--save-interval": checkpoints_come_at_intervals,
+    "--exit-duration-in-mins": the_duration_ends_it,
+    "--exit-interval": the_interval_ends_it,
+    "--phase-transition-iterations": a_phase_ends_it,
+    "--log-interval": lines_come_at_intervals,
+    "--attention-dropout": attention_dropout_changes_the_result,
+    "--hidden-dropout": hidden_dropout_changes_the_result,
+}
+
+
+@pytest.mark.parametrize("flag", sorted(EFFECTS))
+def test_it_has_an_effect(bench: Bench, flag: str) -> None:
+    EFFECTS[flag](bench)
+
+
+# --------------------------------------------------------------------------------------------- asked for from outside
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_request_is_taken_up_once_and_reported(bench: Bench, leave: bool) -> None:
+    options = ("--iterations", "1000000", "--log-interval", "5", "--exit-signal-handler", "--save", str(bench.save))
+    run = bench.runs.start(1, *options, environment=bench.agent.environment)
+    bench.agent.accept()
+    run.wait_for(lambda: re.search(r"iteration +5/", run.text()) is not None, "training")
+    bench.agent.send(wire.SaveNow("request-1", leave))
+    run.wait_for(lambda: "is durable" in run.text(), "the checkpoint")
+    if not leave:
+        run.signal(0, signal.SIGTERM)
+    assert run.finish() == [0]
+    messages = bench.agent.receive_all()
+    saves = [message for message in messages if isinstance(message, wire.RankCheckpoint)]
+    done = [message for message in messages if isinstance(message, wire.RankRequestDone)]
+    assert [message.request_id for message in done] == ["request-1"]
+    assert done[0].iteration == saves[0].iteration
+    assert len(saves) == (1 if leave else 2)
+    assert saves[0].path == str(bench.save / f"iter_{saves[0].iteration:07d}")
+    assert ("asked to stop" in run.text()) == leave
+
+
+def test_a_save_that_cannot_be_is_said_and_ends_the_request(bench: Bench) -> None:
+    run = bench.runs.start(1, "--iterations", "1000000", "--exit-signal-handler", environment=bench.agent.environment)
+    bench.agent.accept()
+    bench.agent.send(wire.SaveNow("request-1"))
+    run.wait_for(lambda: "the trainer has no --save" in run.text(), "the warning")
+    run.signal(0, signal.SIGTERM)
+    assert run.finish() == [0]
+    messages = bench.agent.receive_all()
+    assert [message.request_id for message in messages if isinstance(message, wire.RankRequestDone)] == ["request-1"]
+    assert any(isinstance(message, wire.RankNote) and "no --save" in message.text for message in messages)

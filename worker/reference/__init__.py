@@ -1,0 +1,1 @@
+"""A small GPT trainer that uses all of rsup.worker: `python -m rsup.worker.reference.train`."""

@@ -1,0 +1,26 @@
+"""Evaluation: the mean loss over a fixed part of the validation split. Draws no random number and changes no parameter."""
+
+import torch
+import torch.distributed as dist
+
+from rsup.worker.reference.data import Text
+from rsup.worker.reference.hooks import Sections
+from rsup.worker.reference.model import mean_loss
+from rsup.worker.reference.options import Options
+from rsup.worker.reference.ranks import Ranks
+
+
+def evaluate(module: torch.nn.Module, validation: Text, options: Options, ranks: Ranks, sections: Sections) -> float:
+    """Mean cross entropy in nats per byte over `eval_iters` steps; the same samples every time. Collective."""
+    total = torch.zeros((), dtype=torch.float64)
+    module.eval()
+    try:
+        for step in range(options.eval_iters):
+            first = step * options.samples_per_pass + ranks.rank * options.micro_batch_size
+            with sections.eval_step(), torch.no_grad():
+                text = validation.samples(first, options.micro_batch_size).to(ranks.device)
+                total += mean_loss(module, text, options.bf16).double().cpu()
+    finally:
+        module.train()
+    dist.all_reduce(total, group=ranks.control)
+    return float(total) / (options.eval_iters * ranks.world_size)

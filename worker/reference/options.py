@@ -1,0 +1,268 @@
+"""The trainer's options: names and defaults are Megatron-LM's where it has them. One dataclass makes parser and `Options`.
+
+Parsing imports no torch, so that wrong usage is answered at once: one line, exit code 2.
+"""
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rsup.supervisor.wire import UsageError
+from rsup.worker.exit_policy import ExitPlan, may_save_at
+from rsup.worker.faults import Fault, check_fault, parse_fault
+from rsup.worker.reference.optimizer_schedule import DECAY_STYLES
+
+_STILL_TO_COME = """
+    --rerun-mode --error-injection-rate --error-injection-type --check-for-spiky-loss --check-for-large-grads
+    --no-check-for-nan-in-loss-and-grad --result-rejected-tracker-filename
+    --inprocess-restart --inprocess-max-iterations --inprocess-monitor-thread-interval --inprocess-monitor-process-interval
+    --inprocess-progress-watchdog-interval --inprocess-heartbeat-interval --inprocess-heartbeat-timeout
+    --inprocess-soft-timeout --inprocess-hard-timeout --inprocess-barrier-timeout --inprocess-completion-timeout
+    --inprocess-last-call-wait --inprocess-termination-grace-time --inprocess-granularity --inprocess-active-world-size
+    --inprocess-empty-cuda-cache
+    --non-persistent-save-interval --empty-unused-memory-level
+    --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
+    --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
+    --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
+    --cuda-graph-impl --cuda-graph-warmup-steps --cuda-graph-modules --cuda-graph-use-single-mempool --optimizer-cuda-graph
+    --cpu-offloading --fine-grained-offloading-max-inflight-offloads
+    --moe-expert-rank-capacity-factor --moe-input-jitter-eps
+"""
+STILL_TO_COME = frozenset(_STILL_TO_COME.split())
+"""Options that the trainer will have; today they are refused rather than taken without effect."""
+
+LAUNCHER_PREFIX = "--ft-param-"
+
+
+def _flag(default: Any, help: str, kind: Any = None, *aliases: str, choices: Sequence[str] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "kind": kind, "aliases": aliases, "choices": choices})
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number, 0 or more")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return value
+
+
+def _iterations(text: str) -> tuple[int, ...]:
+    return tuple(_whole(part) for part in text.split(","))
+
+
+def _signal(text: str) -> str:
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        raise argparse.ArgumentTypeError(f"{text} is no signal that can be caught")
+    return name
+
+
+for _kind, _name in ((_whole, "count"), (_not_negative, "count"), (_rate, "number"), (_probability, "probability")):
+    _kind.__name__ = _name  # argparse says "invalid count value: 'x'"
+_iterations.__name__ = "list of iterations"
+_signal.__name__ = "signal"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one training run does. Sample and iteration counts are global, over all ranks."""
+
+    train_iters: int = _flag(60, "iterations to train, in all", _whole, "--iterations")
+    micro_batch_size: int = _flag(4, "samples of one forward and backward pass of a rank", _whole)
+    global_batch_size: int = _flag(0, "samples of one iteration; default: one micro-batch a rank", _whole)
+    seed: int = _flag(1234, "seed of parameters, data order and dropout", _not_negative)
+    data_path: str | None = _flag(None, "a text file, or a folder of .py and .txt files; default: Python's own sources", str)
+
+    num_layers: int = _flag(2, "transformer blocks", _whole)
+    hidden_size: int = _flag(128, "width of the model", _whole)
+    num_attention_heads: int = _flag(4, "attention heads", _whole)
+    seq_length: int = _flag(128, "bytes of context", _whole)
+    attention_dropout: float = _flag(0.1, "dropout on attention weights", _probability)
+    hidden_dropout: float = _flag(0.1, "dropout on hidden states", _probability)
+    bf16: bool = _flag(False, "compute in bfloat16 (parameters stay float32)")
+
+    lr: float = _flag(3e-3, "highest learning rate", _rate)
+    min_lr: float = _flag(0.0, "lowest learning rate", _rate)
+    lr_warmup_init: float = _flag(0.0, "learning rate at the start of the warm-up", _rate)
+    lr_warmup_samples: int = _flag(0, "samples of linear warm-up", _not_negative)
+    lr_decay_samples: int | None = _flag(None, "samples until --min-lr is reached; default: the whole run", _whole)
+    lr_decay_style: str = _flag("linear", "shape of the decay", str, choices=DECAY_STYLES)
+    lr_wsd_decay_samples: int | None = _flag(None, "samples of the final decay, for --lr-decay-style WSD", _whole)
+    weight_decay: float = _flag(0.01, "AdamW's weight decay, for matrices", _rate)
+    adam_beta1: float = _flag(0.9, "AdamW's first beta", _probability)
+    adam_beta2: float = _flag(0.999, "AdamW's second beta", _probability)
+    adam_eps: float = _flag(1e-8, "AdamW's epsilon", _rate)
+    clip_grad: float = _flag(1.0, "greatest norm of the gradient; 0: no limit", _rate)
+
+    eval_interval: int = _flag(1000, "iterations between evaluations", _whole)
+    eval_iters: int = _flag(10, "steps of an evaluation; 0: none", _not_negative)
+    log_interval: int = _flag(10, "iterations between log lines", _whole)
+
+    save: str | None = _flag(None, "directory of checkpoints", str)
+    load: str | None = _flag(None, "directory to resume from; default: that of --save", str)
+    save_interval: int | None = _flag(None, "iterations between checkpoints", _whole)
+    async_save: bool = _flag(True, "write checkpoints beside the training (default)")
+    keep_checkpoints: int = _flag(3, "checkpoints to keep, the newest", _whole)
+    exit_on_missing_checkpoint: bool = _flag(False, "fail when there is no whole checkpoint to resume from")
+
+    exit_interval: int | None = _flag(None, "save and leave at every multiple of this iteration", _whole)
+    exit_duration_in_mins: float | None = _flag(None, "save and leave after so many minutes", _rate)
+    exit_signal_handler: bool = _flag(False, "on the exit signal: save, then leave with 0")
+    exit_signal: str = _flag("SIGTERM", "the signal of --exit-signal-handler", _signal)
+    phase_transition_iterations: tuple[int, ...] = _flag((), "save and leave at these iterations, comma-separated", _iterations)
+
+    enable_ft_package: bool = _flag(False, "open the sections setup, step and checkpointing; needs --save")
+    calc_ft_timeouts: bool = _flag(False, "keep the calculated limits in ft_state.json beside the checkpoints")
+    ft_num_warmup_iters: int = _flag(5, "first steps that are outside the section `step`", _not_negative)
+
+    device: str = _flag("auto", "cpu, or cuda (one GPU a local rank), or auto", str, choices=("auto", "cpu", "cuda"))
+    deterministic_mode: bool | None = _flag(None, "bitwise repeatable results; default on the CPU")
+    distributed_timeout_minutes: float = _flag(10.0, "time limit of a collective", _rate)
+    fault: tuple[Fault, ...] = _flag((), "inject a fault: rank=R,iteration=I,kind=K[,repeat]; may be repeated", parse_fault)
+
+    world_size: int = 1
+    """From the environment, not an option."""
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples that all ranks together take in one forward and backward pass."""
+        return self.micro_batch_size * self.world_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward and backward passes of an iteration."""
+        return self.global_batch_size // self.samples_per_pass
+
+    @property
+    def load_dir(self) -> Path | None:
+        """Where to resume from."""
+        text = self.load or self.save
+        return Path(os.path.abspath(text)) if text else None
+
+    @property
+    def save_dir(self) -> Path | None:
+        """Where to save."""
+        return Path(os.path.abspath(self.save)) if self.save else None
+
+    @property
+    def exit_plan(self) -> ExitPlan:
+        """When this run saves and leaves."""
+        return ExitPlan(
+            self.train_iters, self.save is not None, self.save_interval, self.exit_interval, self.phase_transition_iterations
+        )
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all options. Its `error` raises `UsageError`."""
+    parser = _OneLineParser(
+        prog="python -m rsup.worker.reference.train",
+        description="Trains a byte-level GPT under rsup launch, torchrun, or alone.",
+        allow_abbrev=False,
+    )
+    for option in fields(Options):
+        if option.metadata:
+            _add_option(parser, option.name, option.default, option.metadata)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, default: Any, metadata: Any) -> None:
+    names = [f"--{name.replace('_', '-')}", *metadata["aliases"]]
+    assert default is not MISSING
+    if name == "fault":
+        parser.add_argument(*names, action="append", type=_fault, metavar="FAULT", help=metadata["help"])
+    elif metadata["kind"] is None:
+        action = argparse.BooleanOptionalAction if default is not False else "store_true"
+        parser.add_argument(*names, action=action, default=default, help=metadata["help"])
+    else:
+        choices = metadata["choices"] or None
+        shown = None if default in (None, (), 0) else default
+        text = metadata["help"] + (f" (default {shown})" if shown is not None else "")
+        metavar = None if choices else name.rsplit("_", 1)[-1].upper()
+        parser.add_argument(
+            *names, type=metadata["kind"], default=default, choices=choices, help=text.replace("%", "%%"), metavar=metavar
+        )
+
+
+def _fault(text: str) -> Fault:
+    try:
+        return parse_fault(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--fault ")) from None
+
+
+def parse_options(arguments: Sequence[str], world_size: int | None = None) -> Options:
+    """The options of a command line. Raises `UsageError` with one line; `world_size` defaults to `WORLD_SIZE`, else 1."""
+    for argument in arguments:
+        _refuse(argument.partition("=")[0])
+    values = vars(make_parser().parse_args(arguments))
+    values["fault"] = tuple(values["fault"] or ())
+    values["world_size"] = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    if not values["global_batch_size"]:
+        values["global_batch_size"] = values["micro_batch_size"] * values["world_size"]
+    options = Options(**values)
+    _check(options)
+    return options
+
+
+def _refuse(name: str) -> None:
+    if name in STILL_TO_COME:
+        raise UsageError(f"{name} is not available yet")
+    if name.replace("_", "-").startswith(LAUNCHER_PREFIX):
+        raise UsageError(f"{name} is an option of rsup launch: give it before the script")
+
+
+def _check(options: Options) -> None:
+    if options.global_batch_size % options.samples_per_pass:
+        raise UsageError(
+            f"--global-batch-size {options.global_batch_size} is not divisible by --micro-batch-size "
+            f"{options.micro_batch_size} times {options.world_size} ranks"
+        )
+    if options.hidden_size % options.num_attention_heads:
+        raise UsageError(
+            f"--hidden-size {options.hidden_size} is not divisible by --num-attention-heads {options.num_attention_heads}"
+        )
+    if options.min_lr > options.lr:
+        raise UsageError(f"--min-lr {options.min_lr} is above --lr {options.lr}")
+    if options.lr_decay_samples is not None and options.lr_decay_samples <= options.lr_warmup_samples:
+        raise UsageError(f"--lr-decay-samples {options.lr_decay_samples} ends before --lr-warmup-samples is over")
+    if (options.lr_decay_style == "WSD") != (options.lr_wsd_decay_samples is not None):
+        raise UsageError("--lr-decay-style WSD and --lr-wsd-decay-samples go together")
+    if options.save_interval is not None and options.save is None:
+        raise UsageError("--save-interval needs --save")
+    if options.enable_ft_package and options.save is None:
+        raise UsageError("--enable-ft-package needs --save")
+    if options.calc_ft_timeouts and not options.enable_ft_package:
+        raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
+    for fault in options.fault:
+        check_fault(fault, options.world_size, options.train_iters, lambda i: may_save_at(options.exit_plan, i))

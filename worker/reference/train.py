@@ -1,0 +1,97 @@
+"""Entry of the reference trainer: `python -m rsup.worker.reference.train`, under rsup launch, torchrun, or alone.
+
+Its last line on rank 0 is `digest SHA256-OF-ALL-PARAMETERS`.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import rsup.worker
+from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError
+from rsup.worker.checkpoint_directory import CheckpointDirectory
+from rsup.worker.reference.hooks import Sections, make_sections
+from rsup.worker.reference.options import Options, parse_options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the arguments say; return the exit code. Raises `RsupError` for what a person can put right."""
+    options = parse_options(sys.argv[1:] if arguments is None else arguments)
+    if options.save_dir is not None:
+        CheckpointDirectory(options.save_dir).make()
+    rsup.worker.init()
+    sections = make_sections(options.enable_ft_package, options.ft_num_warmup_iters)
+    sections.on_setup()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    return _run(options, sections)
+
+
+def _run(options: Options, sections: Sections) -> int:
+    from rsup.worker.deterministic import make_deterministic  # torch is imported here: wrong usage was answered before it
+    from rsup.worker.reference.ranks import choose_device, device_uuid, joined
+    from rsup.worker.reference.trainer import Trainer
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(options.device, local_rank)
+    deterministic = options.deterministic_mode if options.deterministic_mode is not None else device.type == "cpu"
+    if deterministic:
+        make_deterministic()
+    rsup.worker.device_used(device_uuid(device, local_rank))
+    with joined(device, options.distributed_timeout_minutes * 60) as ranks:
+        trainer = Trainer(options, ranks, sections, deterministic)
+        exit_code = trainer.train()
+        digest = trainer.digest()
+    if ranks.rank == 0:
+        sys.stdout.write(f"digest {digest}\n")
+        sys.stdout.flush()
+    return exit_code
+
+
+def run_as_program() -> NoReturn:
+    """Run, say errors in one line a node, and end the process.
+
+    It ends without Python's and torch's clean-up: that takes 0.8 s, and after an error waits for threads that are stuck.
+    """
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated")  # of torch, once a rank
+    try:
+        exit_code = main()
+    except RsupError as error:
+        exit_code = error.exit_code
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"rsup.worker.reference.train: error: {error}", file=sys.stderr)
+        if exit_code in DECLARED_EXIT_CODES:
+            rsup.worker.declare_exit(exit_code, str(error))
+    except Exception as error:  # the outermost frame of the process
+        exit_code = 1
+        _print_error(error)
+        _write_error_file(error)
+    rsup.worker.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _print_error(error: Exception) -> None:
+    """A traceback; but one line where only the connection to another rank broke, which is the one to look at."""
+    lost = next((text for text in ("Connection closed by peer", "Connection reset by peer") if text in str(error)), "")
+    if lost:
+        print(f"rank {os.environ.get('RANK', '0')}: another rank is gone: {lost}", file=sys.stderr)
+    else:
+        traceback.print_exc()
+
+
+def _write_error_file(error: Exception) -> None:
+    """Tell the launcher what was raised, in the file that torchrun's contract names."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+
+
+if __name__ == "__main__":
+    run_as_program()
