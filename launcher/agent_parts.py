@@ -48,6 +48,7 @@ def open_parts(options: LaunchOptions, stack: ExitStack, succeeded: Callable[[],
     become_subreaper()
     agent_id = secrets.token_hex(8)
     decider = Decider(options, choose_route(options))
+    stack.callback(decider.close)
     agent_places = make_places(agent_id)
     stack.callback(agent_places.remove)
     logs = LogPump(_log_options(options), options.nproc_per_node)

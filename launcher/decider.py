@@ -29,11 +29,12 @@ class NoSupervisor(RsupError):
 @dataclass(frozen=True)
 class Route:
     """`address` empty: embedded. `listen`: where an embedded one must answer other nodes of the job. `shared`: named by the
-    user, so that an embedded one may stand in for it."""
+    user, so that an embedded one may stand in for it. `claim`: held while this agent is the one that listens."""
 
     address: str = ""
     listen: str = ""
     shared: bool = False
+    claim: socket.socket | None = None
 
     @property
     def is_embedded(self) -> bool:
@@ -49,9 +50,25 @@ def choose_route(options: LaunchOptions) -> Route:
     if not options.rdzv_endpoint:
         raise UsageError(f"--nnodes {options.max_nodes} needs a place to meet: --rdzv-endpoint HOST:PORT, or --supervisor")
     host, port = places.split_endpoint(options.rdzv_endpoint, 29400)
-    first = options.node_rank == 0 if options.node_rank >= 0 else _can_bind(host, port)
     address = places.tcp_address(host, port)
-    return Route(listen=address.removeprefix("tcp://")) if first else Route(address)
+    endpoint = address.removeprefix("tcp://")
+    may_be_first = options.node_rank == 0 if options.node_rank >= 0 else _can_bind(host, port)
+    claim = _claim(endpoint) if may_be_first else None
+    return Route(listen=endpoint, claim=claim) if claim else Route(address)
+
+
+def _claim(endpoint: str) -> socket.socket | None:
+    """The right of one agent of this host to have the supervisor listen there; None if another agent has it.
+
+    A name in the kernel's abstract namespace: it is gone with the process, and as wide as the ports are.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0rsup-listens-{endpoint}"[:100])
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def reachable_host(options: LaunchOptions, route: Route) -> str:
@@ -113,6 +130,11 @@ class Decider:
         """The key of the link in use, None where it has none."""
         return self._key_for(self.client.address)
 
+    def close(self) -> None:
+        """Let another agent be the one that listens."""
+        if self.route.claim:
+            self.route.claim.close()
+
     def look_after(self) -> str:
         """Start or replace a supervisor that does not answer; call it ten times a second. Returns a line for people, or "".
 
@@ -152,6 +174,7 @@ class Decider:
                 "the job's nodes have no other place to meet"
             )
         self.route = choose_route(replace(options, supervisor=""))
+        self._since_s = time.monotonic()
         self._embedded = self._start_embedded()
         address = self._address()
         self.client.use_address(address, self._key_for(address))

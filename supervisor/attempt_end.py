@@ -264,6 +264,12 @@ def settle_stopping(turn: Turn) -> None:
         turn.log("AttemptBlocked", f"{text}: no new attempt until it does or is fenced", "warning")
 
 
+def allow_time_to_end(turn: Turn) -> None:
+    """A node with ranks that are to end has only now come back: it hears of it late, and has its time from now."""
+    deadline_s = turn.now.s + turn.state.spec.stop_grace_s + UNKILLABLE_AFTER_S
+    turn.change(deadline_s=max(turn.state.deadline_s or 0.0, deadline_s), blocked=False)
+
+
 def _overstayed(turn: Turn) -> None:
     state = turn.state
     if state.stop is not None and not state.stop.escalated and state.failure is None:

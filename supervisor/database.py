@@ -54,19 +54,17 @@ def describe(target: Target) -> str:
 
 
 def find_database(state: Path, database_url: str | None = None) -> Target:
-    """The database a command reads: `database_url`, else `RSUP_DATABASE_URL`, else the store of the state directory.
+    """The database a command reads: `database_url`, else `RSUP_DATABASE_URL`, else the store of the state directory."""
+    return database_url or os.environ.get("RSUP_DATABASE_URL") or newest_file(state / DATABASE_NAME)
 
-    On a network file system that is this node's live file if the holder of the lease runs here, else the copy.
-    """
-    url = database_url or os.environ.get("RSUP_DATABASE_URL")
-    if url:
-        return url
-    shared = state / DATABASE_NAME
-    if state.is_dir() and is_network_file_system(state):
-        record, live = read_record(shared), live_database(shared)
+
+def newest_file(path: Path) -> Path:
+    """The file to read a SQLite store from: on a network file system this node's live one if its holder runs here."""
+    if path.parent.is_dir() and is_network_file_system(path.parent):
+        record, live = read_record(path), live_database(path)
         if record is not None and record.is_of(this_host(), boot_id()) and live.is_file():
             return live
-    return shared
+    return path
 
 
 # --------------------------------------------------------------------------------------------------------------- SQLite
@@ -169,6 +167,6 @@ def reader_engine(target: Target) -> Engine:
     """
     place = split_target(target)
     if isinstance(place, Path):
-        return sqlite_reader(place)
+        return sqlite_reader(newest_file(place))
     engine = _postgres_engine(place, pool_size=4, pool_pre_ping=True)
     return engine.execution_options(postgresql_readonly=True, isolation_level="REPEATABLE READ")

@@ -38,9 +38,9 @@ class Routing:
         job_id = spec.job_id or hello.job_id
         if job_id:
             named = next((state for state in running if state.key.job_id == job_id), None)
-            return named or self._next_run(job_id, spec, now)
+            return named or self._next_run(job_id, spec, live, now)
         grouped = next((state for state in running if _same_group(state.spec, spec)), None)
-        return grouped or self._next_run(self._new_job_id(), spec, now)
+        return grouped or self._next_run(self._new_job_id(), spec, live, now)
 
     def _earlier(self, hello: Hello, live: list[JobState], now: Now) -> JobState | Refusal | None:
         """The job that the agent says it belongs to, where it is not simply to join a job."""
@@ -50,23 +50,26 @@ class Routing:
                 return state
         found = self._store.last_run(key.cluster, key.owner, key.job_id)
         if found is not None and found[0].run >= key.run:
-            if found[0].run > key.run:
-                return Refusal(1, f"run {key.run} of job {key.job_id} is over, run {found[0].run} has been started since")
             ended = _readable(found[1])
+            if found[0].run > key.run:
+                return _told_late(key, found[0].run, ended)
             if ended is not None and ended.phase is Phase.ENDED:
                 return ended
         return new_job(key, hello.spec, now) if hello.attempt else None
 
-    def _next_run(self, job_id: str, spec: JobSpec, now: Now) -> JobState:
+    def _next_run(self, job_id: str, spec: JobSpec, live: list[JobState], now: Now) -> JobState:
         found = self._store.last_run(spec.cluster, spec.owner, job_id)
-        if found is None:
+        old = max((state for state in live if state.key.job_id == job_id), key=lambda state: state.key.run, default=None)
+        if found is None and old is None:
             return new_job(JobKey(spec.cluster, spec.owner, job_id, 1), spec, now)
-        key, data = found
-        old = _readable(data)
+        if found is not None and (old is None or old.key.run < found[0].run):
+            key, old = found[0], _readable(found[1])
+        else:  # it has ended in this very turn: the store does not know yet
+            assert old is not None
+            key = old.key
         if spec.resume and old is not None:
             return resumed_job(old, spec, now)
-        epoch = old.epoch if old is not None else 0
-        return new_job(JobKey(key.cluster, key.owner, key.job_id, key.run + 1), spec, now, epoch)
+        return new_job(JobKey(key.cluster, key.owner, key.job_id, key.run + 1), spec, now, old)
 
 
 def _readable(data: bytes) -> JobState | None:
@@ -74,6 +77,13 @@ def _readable(data: bytes) -> JobState | None:
         return decode(data)
     except StateUnreadable:
         return None
+
+
+def _told_late(key: JobKey, newest_run: int, newest: JobState | None) -> Refusal:
+    """What an agent of a run hears that has ended, and been followed by another, without its knowledge."""
+    text = f"run {key.run} of job {key.job_id} is over, run {newest_run} has been started since"
+    result = newest.run_before if newest is not None and newest_run == key.run + 1 else None
+    return Refusal(1, text) if result is None else Refusal(result.exit_code, f"{text}: {result.reason}")
 
 
 def _same_group(ours: JobSpec, theirs: JobSpec) -> bool:

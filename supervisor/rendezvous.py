@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor import records
 from rsup.supervisor.actions import SendOrder, SendRefusal, SendWelcome
-from rsup.supervisor.attempt_end import end_job, fail_attempt
+from rsup.supervisor.attempt_end import allow_time_to_end, end_job, fail_attempt
 from rsup.supervisor.attempt_start import adopt, begin_attempt
 from rsup.supervisor.events import AgentJoined, Now
 from rsup.supervisor.records import JobKey
@@ -33,14 +33,15 @@ from rsup.supervisor.wire import (
 )
 
 
-def new_job(key: JobKey, spec: JobSpec, now: Now, epoch: int = 0) -> JobState:
-    """A job before its first agent. `epoch`: that of the run before, so that epochs never fall for one job id."""
+def new_job(key: JobKey, spec: JobSpec, now: Now, before: JobState | None = None) -> JobState:
+    """A job before its first agent. `before`: the run before, so that epochs never fall for one job id."""
     return JobState(
         key=key,
         spec=spec,
         created_us=now.us,
         clock_s=now.s,
-        epoch=epoch,
+        epoch=before.epoch if before is not None else 0,
+        run_before=before.result if before is not None else None,
         deadline_s=now.s + spec.join_timeout_s,
         limits=spec.limits,
     )
@@ -259,6 +260,8 @@ def found(turn: Turn, agent_id: str) -> None:
     member = agent.group_rank >= 0 and turn.state.phase is not Phase.FORMING
     turn.change_agent(agent_id, role=Role.ACTIVE if member else Role.SPARE)
     turn.log("AgentFound", f"node {agent.info.node} answers again", node=agent.info.node)
+    if turn.state.phase is Phase.STOPPING and agent.live_attempt:
+        allow_time_to_end(turn)
     turn.see_node(agent_id)
 
 

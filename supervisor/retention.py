@@ -60,7 +60,7 @@ _recent = (
     select((func.length(events.c.text) + func.length(cast(events.c.data, Text)) + ROW_BYTES).label("size"))
     .where(_its_events)
     .order_by(events.c.number.desc())
-    .limit(50)
+    .limit(8)
     .correlate(jobs)
     .subquery()
 )

@@ -227,6 +227,8 @@ class JobState(Struct, frozen=True, kw_only=True):
     requests: list[str] = []
     """Ids of the latest operator requests, against repeats."""
     result: JobResult | None = None
+    run_before: JobResult | None = None
+    """How the run before this one ended, for those of its agents that have not heard."""
     ended_us: int | None = None
     reason: str = ""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Table, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rsup.supervisor import tables
@@ -70,7 +70,8 @@ def _merge_job(read: Connection, job: Row[Any], merged: Merged, write: Connectio
         merged.new_jobs += 1
         merged.renumbered += run != job.run
         write.execute(insert(tables.jobs).values(values))
-        same = int(write.execute(_find_query(job)).one().id)
+        same = _find(write, job)[0]
+        assert same is not None
     elif newer:
         write.execute(update(tables.jobs).where(tables.jobs.c.id == same).values(values))
     for table in _STORY:
@@ -81,23 +82,14 @@ def _merge_job(read: Connection, job: Row[Any], merged: Merged, write: Connectio
 
 def _find(write: Connection, job: Row[Any]) -> tuple[int | None, bool, int]:
     """The same job in the target (id, or None), whether what we bring is newer, and the run it has there."""
-    row = write.execute(_find_query(job)).first()
+    column = tables.jobs.c
+    of_name = (column.cluster == job.cluster, column.owner == job.owner, column.job_id == job.job_id)
+    found = select(column.id, column.updated_us, column.run).where(*of_name, column.created_us == job.created_us)
+    row = write.execute(found.order_by(column.run != job.run).limit(1)).first()
     if row is not None:
         return int(row.id), job.updated_us > row.updated_us, int(row.run)
-    runs = set(write.execute(select(tables.jobs.c.run).where(*_of_name(job))).scalars())
+    runs = set(write.execute(select(column.run).where(*of_name)).scalars())
     return None, True, int(job.run) if job.run not in runs else max(runs) + 1
-
-
-def _find_query(job: Row[Any]) -> Select[tuple[int, int, int]]:
-    """Finds the job that was made at the same time, first the one of the same run."""
-    column = tables.jobs.c
-    found = select(column.id, column.updated_us, column.run).where(*_of_name(job), column.created_us == job.created_us)
-    return found.order_by(column.run != job.run).limit(1)
-
-
-def _of_name(job: Row[Any]) -> tuple[ColumnElement[bool], ...]:
-    column = tables.jobs.c
-    return column.cluster == job.cluster, column.owner == job.owner, column.job_id == job.job_id
 
 
 def _copy_rows(read: Connection, write: Connection, table: Table, job: int, new_job: int, *, overwrite: bool) -> int:

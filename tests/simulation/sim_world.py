@@ -90,6 +90,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._inbox: list[AgentMessage] = []
+        self._after_welcome_s: dict[str, float] = {}
         self._pid = 100
         self._instances = 0
         self._job_ids = 0
@@ -143,6 +144,9 @@ class World:
             copies += self.random.random() < self.chaos.doubled
         for _ in range(copies):
             delay_s = self.random.expovariate(1 / self.chaos.delay_s) if self.is_bad else 0.001
+            delay_s = max(delay_s, self._after_welcome_s.get(agent_id, 0.0) - self.now_s) if direction == "down" else delay_s
+            if isinstance(message, wire.Welcome):  # nothing overtakes it: it opens a connection
+                self._after_welcome_s[agent_id] = self.now_s + delay_s
 
             def arrive() -> None:
                 until_s, which = self.cut.get(agent_id, (0.0, ""))

@@ -17,7 +17,7 @@ from rsup.supervisor.sql_store import SqlStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from store_story import holder  # noqa: E402
+from store_story import holder
 
 HAS_MEMORY_STORE = importlib.util.find_spec("rsup.supervisor.memory_store") is not None
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BUMP_S, STALE_S, COPY_S = 0.1, 1.0, 0.2
+BUMP_S, STALE_S, COPY_S = 0.1, 1.5, 0.2
 
 
 class OtherHost:

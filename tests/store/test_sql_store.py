@@ -42,11 +42,19 @@ def store(open_store, sql_target: Target) -> SqlStore:
 def test_rows_are_the_records(store: SqlStore, sql_target: Target) -> None:
     key = job_key()
     logged = event(key, 1, rank=3, level="error", data={"code": 9, "text": "ü"}, principal="ann")
-    incident = IncidentSaved(key, 1, 1, 50, "hang", rank=1, victims=[0, 2], stacks=[{"ranks": [0], "text": "a\nb"}], iteration=25)
+    incident = IncidentSaved(
+        key, 1, 1, 50, "hang", rank=1, victims=[0, 2], stacks=[{"ranks": [0], "text": "a\nb"}], iteration=25
+    )
     section = SectionSaved(key, "step", None, False, 0.25, 12)
     store.commit([saved(key, injected=True, iteration=2**40), logged, incident, section])
     (job,) = rows(sql_target, tables.jobs)
-    assert (job["job_id"], job["run"], job["state"], job["injected"], job["iteration"]) == ("t1", 1, b"\x00\xffstate", True, 2**40)
+    assert (job["job_id"], job["run"], job["state"], job["injected"], job["iteration"]) == (
+        "t1",
+        1,
+        b"\x00\xffstate",
+        True,
+        2**40,
+    )
     for record, table in ((logged, tables.events), (incident, tables.incidents), (section, tables.sections)):
         (row,) = rows(sql_target, table)
         assert row.pop("job") == job["id"]
@@ -72,7 +80,11 @@ def test_columns_have_the_names_of_the_fields() -> None:
 
 def test_the_same_commit_again_changes_nothing(store: SqlStore, sql_target: Target) -> None:
     key = job_key()
-    records: list[Record] = [*story(key), NodeSeen("n1", 7, key, "active"), DeviceSeen("G", 8, "n1", job=key, attempt=1, rank=0)]
+    records: list[Record] = [
+        *story(key),
+        NodeSeen("n1", 7, key, "active"),
+        DeviceSeen("G", 8, "n1", job=key, attempt=1, rank=0),
+    ]
     store.commit(records)
     before = [rows(sql_target, table) for table in tables.metadata.sorted_tables]
     store.commit(records)
@@ -146,7 +158,7 @@ def test_a_reader_sees_one_moment_and_cannot_write(store: SqlStore, sql_target: 
         assert connection.execute(count).scalar() == 2, "a transaction of the reader must not see later commits"
     with engine.connect() as connection:
         assert connection.execute(count).scalar() == 3
-        with pytest.raises(Exception, match="(?i)read.?only"):
+        with pytest.raises(Exception, match=r"(?i)read.?only"):
             connection.execute(tables.events.delete())
     engine.dispose()
 
@@ -164,7 +176,7 @@ def test_a_lease_lost_with_the_connection_is_not_taken_back(open_store, postgres
     store.commit(story(job_key()))
     cut_sessions(postgres)
     other = open_store(postgres, holder=holder("other", rpc="tcp://other:1"))
-    with pytest.raises(StoreError, match="held by the supervisor with pid .* on other") as caught:
+    with pytest.raises(StoreError, match=r"held by the supervisor with pid .* on other") as caught:
         store.commit([event(job_key(), 4)])
     assert caught.value.address == "tcp://other:1"
     assert len(rows(postgres, tables.events)) == 3

@@ -109,7 +109,7 @@ def test_a_read_only_file_system(open_store, small_disk: Path) -> None:
     store.commit(story(job_key(), 3))
     store.close()
     mounted(small_disk, "-o", "remount,ro")
-    with pytest.raises(StoreFull, match="(?i)read-only"):
+    with pytest.raises(StoreFull, match=r"(?i)read-only"):
         open_store(small_disk / "rsup.db")
     assert num_events(small_disk / "rsup.db") == 3, "reading needs no writing"
 
@@ -127,7 +127,9 @@ def test_a_dead_writers_log_is_read_where_nothing_can_be_written(database: Path,
 def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     folder = tmp_path / "foreign"
     folder.mkdir(mode=0o555)
-    script = LIMITED.replace("store = SqlStore", "import os\nif os.getuid() == 0: os.setgid(65534); os.setuid(65534)\nstore = SqlStore")
+    script = LIMITED.replace(
+        "store = SqlStore", "import os\nif os.getuid() == 0: os.setgid(65534); os.setuid(65534)\nstore = SqlStore"
+    )
     os.chmod(tmp_path, 0o755)
     for parent in tmp_path.parents:
         if parent.stat().st_uid == os.getuid() and parent != Path("/") and str(parent).startswith("/tmp/"):

@@ -132,7 +132,8 @@ def test_a_command_here_reads_the_live_file_and_elsewhere_the_copy(open_store, s
     store = open_store(shared, holder=holder(), timing=slow)
     wait_until(shared.exists, "the first copy")
     store.commit(story(job_key(), 3))
-    assert numbers(find_database(shared.parent)) == [1, 2, 3]
+    assert find_database(shared.parent) == live_database(shared)
+    assert numbers(shared) == numbers(live_database(shared)) == [1, 2, 3]
     monkeypatch.setenv("RSUP_LOCAL_DIR", str(tmp_path / "disk-of-another"))
     assert find_database(shared.parent) == shared
     assert numbers(shared) == []

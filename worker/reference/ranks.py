@@ -33,8 +33,11 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    if local_rank >= num_devices:
-        raise UsageError(f"--device {name}: there is no GPU for local rank {local_rank} among {num_devices}")
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if num_local > num_devices:
+        raise UsageError(
+            f"--device {name}: {num_local} ranks on this node and {num_devices} GPUs; start fewer, or use --device cpu"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rsup.supervisor.wire import UsageError
 from rsup.worker.checkpoint import WholeCheckpoint, load_tensors, tensor_sizes
 from rsup.worker.checkpoint_directory import CheckpointError
 from rsup.worker.reference.options import Options
@@ -69,13 +70,15 @@ def restore(
     text_digest: str,
     warn: Callable[[str], None],
 ) -> Progress:
-    """Load a checkpoint into `tensors` and the generators; return where it stands. Raises `CheckpointError`."""
+    """Load a checkpoint into `tensors` and the generators; return where it stands. Raises `CheckpointError`,
+    or `UsageError` for another model.
+    """
     record = found.commit.progress
     for name in MODEL_OPTIONS:
         if record["model"][name] != getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             made_with = f"{flag} {record['model'][name]}"
-            raise CheckpointError(f"{found.path} was made with {made_with}: start with that, or with another --save")
+            raise UsageError(f"{found.path} was made with {made_with}: start with that, or with another --save")
     progress = Progress(record["iteration"], record["consumed_samples"])
     load_tensors(found.path, tensors)
     if found.commit.world_size == ranks.world_size:

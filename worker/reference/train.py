@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rsup.worker
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError
-from rsup.worker.checkpoint_directory import CheckpointDirectory
+from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError, UsageError
+from rsup.worker.checkpoint_directory import CheckpointDirectory, DirectoryTaken, StaleAttempt
 from rsup.worker.reference.hooks import Sections, make_sections
 from rsup.worker.reference.options import Options, parse_options
 
@@ -62,8 +62,7 @@ def run_as_program() -> NoReturn:
         exit_code = main()
     except RsupError as error:
         exit_code = error.exit_code
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"rsup.worker.reference.train: error: {error}", file=sys.stderr)
+        _print_one_line(error)
         if exit_code in DECLARED_EXIT_CODES:
             rsup.worker.declare_exit(exit_code, str(error))
     except Exception as error:  # the outermost frame of the process
@@ -75,6 +74,14 @@ def run_as_program() -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(exit_code)
+
+
+def _print_one_line(error: RsupError) -> None:
+    """Say it once a node where all ranks have it alike, else on each rank that has it."""
+    if not isinstance(error, UsageError | StaleAttempt | DirectoryTaken):
+        print(f"rsup.worker.reference.train: error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"rsup.worker.reference.train: error: {error}", file=sys.stderr)
 
 
 def _print_error(error: Exception) -> None:

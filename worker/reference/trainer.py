@@ -60,6 +60,9 @@ class Trainer:
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
         self._directory = CheckpointDirectory(options.save_dir, options.keep_checkpoints) if options.save_dir else None
         self._checkpointer = self._make_checkpointer(job_key, attempt)
+        self._exit_signal = ExitSignal(options.exit_signal) if options.exit_signal_handler else None
+        duration_min = options.exit_duration_in_mins
+        self._agreement = Agreement(ranks.control, self._exit_signal, None if duration_min is None else duration_min * 60)
         self._interval = IntervalLog()
         self._durable_iteration = -1
         self._failed_save = ""
@@ -72,14 +75,11 @@ class Trainer:
             self.sections.on_async_save()
         self._resume()
         self._faults.at_start()
-        exit_signal = ExitSignal(self.options.exit_signal) if self.options.exit_signal_handler else None
-        duration_min = self.options.exit_duration_in_mins
-        self._agreement = Agreement(self.ranks.control, exit_signal, None if duration_min is None else duration_min * 60)
         try:
             return self._loop()
         finally:
-            if exit_signal is not None:
-                exit_signal.release()
+            if self._exit_signal is not None:
+                self._exit_signal.release()
             self.sections.on_shutdown()
 
     def _loop(self) -> int:

@@ -1,0 +1,447 @@
+"""The job's machine as tables: what each (phase, event or fact) does, and the ways through a job."""
+
+import itertools
+import typing
+
+import pytest
+
+from rsup.supervisor import wire
+from rsup.supervisor.actions import AnswerOperator, SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.events import (
+    AgentHeard,
+    AgentJoined,
+    AgentLeft,
+    AgentSilent,
+    Event,
+    FactArrived,
+    OperatorAsked,
+    Recovered,
+    Tick,
+)
+from rsup.supervisor.job_machine import EVENTS, FACTS
+from rsup.supervisor.records import AttemptSaved
+from rsup.supervisor.states import Phase, Role
+from tests.core.job_driver import Driver, hello, info, spec
+
+FACT_KINDS = typing.get_args(wire.AnyFact)
+ONE_RESTART = wire.RestartPolicy(max_restarts=1)
+COUNT_3 = wire.RestartPolicy(max_restarts=3)
+
+
+def in_phase(phase: Phase) -> Driver:
+    """A job of two nodes and a spare, in that phase."""
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=wire.RestartPolicy(max_restarts=3, backoff_first_s=2.0)))
+    if phase is Phase.FORMING:
+        driver.join("a")
+        return driver
+    driver.join("a")
+    driver.join("b")
+    driver.join("c")
+    if phase is Phase.STARTING:
+        return driver
+    driver.start()
+    if phase is Phase.COLLECTING:
+        driver.say("a", wire.RankOverdue(0, 1, 0, "step", 3.1, 3.0))
+    elif phase in (Phase.STOPPING, Phase.WAITING):
+        driver.exit("a", 0, 1)
+        if phase is Phase.WAITING:
+            driver.gone("a")
+            driver.gone("b")
+    elif phase is Phase.ENDED:
+        for name, rank in (("a", 0), ("a", 1), ("b", 2), ("b", 3)):
+            driver.exit(name, rank, 0)
+    assert driver.state.phase is phase
+    return driver
+
+
+def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
+    values = {
+        wire.StoreBound: {"attempt": attempt, "host": "h", "port": 1},
+        wire.StartFailed: {"attempt": attempt, "message": "no"},
+        wire.AttemptStarted: {"attempt": attempt, "pids": [1, 2]},
+        wire.RankExited: {"attempt": attempt, "rank": 0, "exit_code": 1},
+        wire.RanksGone: {"attempt": attempt},
+        wire.RankOverdue: {"attempt": attempt, "rank": 0, "limit": "step", "age_s": 2.0, "limit_s": 1.0},
+        wire.StacksTaken: {"attempt": attempt, "stacks": []},
+        wire.SectionsObserved: {"attempt": attempt, "sections": {"step": wire.SectionSeen(0.1, 20)}},
+        wire.CheckpointCommitted: {"attempt": attempt, "iteration": 5, "path": "/c"},
+        wire.DeviceUsed: {"attempt": attempt, "rank": 0, "uuid": "GPU-1"},
+        wire.SignalReceived: {"signal": 15},
+        wire.RequestDone: {"request_id": "r", "done": True},
+        wire.Note: {"level": "info", "text": "hello"},
+        wire.AgentGone: {"reason": "dead"},
+    }[kind]
+    return kind(at_us=1, **values)  # type: ignore[return-value]
+
+
+def test_the_table_has_a_row_for_every_fact_and_a_cell_for_every_phase() -> None:
+    assert set(FACTS) == set(FACT_KINDS)
+    assert all(set(row) == set(Phase) for row in FACTS.values())
+    assert set(EVENTS) == set(typing.get_args(Event))
+
+
+@pytest.mark.parametrize(("phase", "kind"), list(itertools.product(Phase, FACT_KINDS)))
+def test_every_fact_in_every_phase_is_applied_once(phase: Phase, kind: type[wire.Fact]) -> None:
+    driver = in_phase(phase)
+    fact = some_fact(kind, driver.state.attempt)
+    acked = driver.state.agents["a"].acked_fact
+    driver.say("a", fact)
+    after = driver.state
+    assert after.agents["a"].acked_fact == acked + 1
+    numbers = [event.number for event in driver.events()]
+    assert numbers == list(range(1, len(numbers) + 1)) and after.num_events == len(numbers)
+    assert driver.feed(FactArrived("a", acked + 1, fact)) == [] and driver.state == after, "a repeat changes nothing"
+    assert driver.feed(FactArrived("a", acked + 3, fact)) == [] and driver.state == after, "nor does one after a gap"
+
+
+@pytest.mark.parametrize(("phase", "kind"), list(itertools.product(Phase, FACT_KINDS)))
+def test_a_fact_of_an_old_attempt_decides_nothing(phase: Phase, kind: type[wire.Fact]) -> None:
+    driver = in_phase(phase)
+    if "attempt" not in kind.__struct_fields__:
+        return
+    before = driver.state
+    driver.say("a", some_fact(kind, before.attempt + 7 if kind is not wire.RanksGone else before.attempt - 1))
+    assert driver.state.phase is before.phase
+    assert [a.outbox for a in driver.state.agents.values()] == [a.outbox for a in before.agents.values()]
+    assert driver.state.checkpoint == before.checkpoint
+    if kind is not wire.RanksGone:
+        assert driver.events()[-1].level == "warning" and "decides nothing" in driver.events()[-1].text
+
+
+OTHER_EVENTS: list[Event] = [
+    AgentJoined(hello("a", spec(min_nodes=2, max_nodes=2))),
+    AgentJoined(hello("new", spec(min_nodes=2, max_nodes=2))),
+    AgentHeard("a", 1, 0),
+    AgentHeard("nobody", 1, 0),
+    AgentSilent("a", 20.0),
+    AgentLeft("a"),
+    AgentLeft("nobody"),
+    Tick(),
+    Recovered("x"),
+    OperatorAsked("stop", "alice", "", "r1"),
+    OperatorAsked("checkpoint", "alice", "", "r2"),
+    OperatorAsked("fence", "alice", "", "r3"),
+    OperatorAsked("dance", "alice", "", "r4"),
+]
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, OTHER_EVENTS)))
+def test_every_event_in_every_phase_leaves_a_sound_state(phase: Phase, event: Event) -> None:
+    driver = in_phase(phase)
+    driver.feed(event)
+    numbers = [logged.number for logged in driver.events()]
+    assert numbers == list(range(1, len(numbers) + 1)) == list(range(1, driver.state.num_events + 1))
+    assert all(logged.text and logged.kind for logged in driver.events())
+    for agent in driver.state.agents.values():
+        assert all(command.reason for command in agent.outbox)
+        first = agent.last_command - len(agent.outbox) + 1
+        assert [command.sequence for command in agent.outbox] == list(range(first, agent.last_command + 1))
+
+
+ENDINGS = [
+    # phase, event, phase after, exit code after
+    (Phase.FORMING, OperatorAsked("stop", "alice", "", "r"), Phase.ENDED, 143),
+    (Phase.STARTING, OperatorAsked("stop", "alice", "", "r"), Phase.ENDED, 143),
+    (Phase.RUNNING, OperatorAsked("stop", "alice", "", "r"), Phase.STOPPING, None),
+    (Phase.COLLECTING, OperatorAsked("stop", "alice", "", "r"), Phase.STOPPING, None),
+    (Phase.STOPPING, OperatorAsked("stop", "alice", "", "r"), Phase.STOPPING, None),
+    (Phase.WAITING, OperatorAsked("stop", "alice", "", "r"), Phase.ENDED, 143),
+    (Phase.RUNNING, AgentSilent("a", 20.0), Phase.RUNNING, None),
+    (Phase.STARTING, AgentSilent("a", 20.0), Phase.STARTING, None),  # goes on with the spare
+    (Phase.STARTING, AgentLeft("a"), Phase.STARTING, None),
+    (Phase.RUNNING, AgentLeft("a"), Phase.STOPPING, None),
+    (Phase.COLLECTING, AgentLeft("a"), Phase.STOPPING, None),
+    (Phase.RUNNING, AgentLeft("c"), Phase.RUNNING, None),
+]
+
+
+@pytest.mark.parametrize(("phase", "event", "after", "exit_code"), ENDINGS)
+def test_where_an_event_leads(phase: Phase, event: Event, after: Phase, exit_code: int | None) -> None:
+    driver = in_phase(phase)
+    driver.feed(event)
+    assert driver.state.phase is after
+    assert (driver.state.result.exit_code if driver.state.result else None) == exit_code
+
+
+# ------------------------------------------------------------------------------------------------------ ways through a job
+
+
+def test_one_node_runs_and_succeeds() -> None:
+    driver = Driver(spec())
+    assert any(isinstance(action, SendWelcome) for action in driver.join("a"))
+    assert driver.commands("a") == ["HostStore"] and driver.state.epoch == 1
+    driver.start()
+    start = driver.last_command("a")
+    assert isinstance(start, wire.StartAttempt)
+    assert (start.world_size, start.first_rank, start.num_ranks, start.master_addr, start.epoch) == (2, 0, 2, "host", 1)
+    driver.exit("a", 0, 0)
+    assert driver.state.phase is Phase.RUNNING, "a rank that is done while others run is normal"
+    driver.exit("a", 1, 0)
+    end = driver.last_command("a")
+    assert isinstance(end, wire.EndJob) and (end.result.exit_code, end.report) == (0, "")
+    assert driver.incidents() == []
+
+
+def test_a_failure_anywhere_stops_all_and_the_next_attempt_waits_for_every_rank() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=ONE_RESTART, stop_grace_s=7.0)).run_nodes("a", "b")
+    actions = driver.exit("b", 3, 137, signal=9, iteration=25, section="step")
+    assert [a.agent_id for a in actions if isinstance(a, SendOrder)] == ["a", "b"]
+    stop = driver.last_command("a")
+    assert isinstance(stop, wire.StopAttempt) and stop.grace_s == 7.0
+    driver.gone("b")
+    assert driver.state.phase is Phase.STOPPING, "a's ranks may be alive"
+    driver.exit("a", 0, 143, signal=15, by_us="the attempt has failed")
+    driver.exit("a", 1, 143, signal=15, by_us="the attempt has failed")
+    driver.gone("a")
+    assert (driver.state.phase, driver.state.attempt, driver.state.epoch) == (Phase.STARTING, 2, 2)
+    (incident,) = driver.incidents()
+    assert (incident.kind, incident.rank, incident.signal_name, incident.iteration) == ("signal", 3, "SIGKILL", 25)
+    driver.start()
+    again = driver.exit("b", 3, 3, error="ValueError: x")
+    del again
+    driver.gone("a")
+    driver.gone("b")
+    assert driver.state.result and driver.state.result.exit_code == 3
+    assert "all 1 restarts of --max-restarts are used" in driver.state.reason
+    end = driver.last_command("a")
+    assert isinstance(end, wire.EndJob) and "ValueError: x" in end.report
+
+
+def test_the_first_mover_is_named_although_a_victim_was_heard_first() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2)).run_nodes("a", "b")
+    driver.exit("a", 0, 1, error="RuntimeError: Connection closed by peer [10.0.0.2]:4711")
+    driver.exit("b", 2, 5, error="ValueError: bad batch")
+    driver.gone("a")
+    driver.gone("b")
+    (incident,) = driver.incidents()
+    assert (incident.rank, incident.exit_code, incident.victims) == (2, 5, [0])
+    assert driver.state.result and (driver.state.result.exit_code, driver.state.result.rank) == (5, 2)
+
+
+def test_a_hang_takes_stacks_before_it_kills_and_names_the_stopped_rank() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=ONE_RESTART)).run_nodes("a", "b")
+    driver.say("a", wire.RankOverdue(0, 1, 0, "step", 3.1, 3.0, iteration=7))
+    assert (driver.state.phase, driver.commands("b")[-1]) == (Phase.COLLECTING, "TakeStacks")
+    driver.say("b", wire.RankOverdue(0, 1, 3, "step", 3.1, 3.0, iteration=7))
+    in_collective = [wire.RankStack(rank, 1, "py-spy", "all_reduce (torch)", "S", 7) for rank in (0, 1, 2)]
+    driver.say("a", wire.StacksTaken(0, 1, in_collective[:2]))
+    driver.say("b", wire.StacksTaken(0, 1, [in_collective[2], wire.RankStack(3, 1, "none", "stopped", "T", 7)]))
+    stop = driver.last_command("b")
+    assert isinstance(stop, wire.StopAttempt) and stop.grace_s == 0.0
+    (incident,) = driver.incidents()
+    assert (incident.kind, incident.rank, incident.victims, incident.section) == ("hang", 3, [0], "step")
+    assert [group["ranks"] for group in incident.stacks] == [[3], [0, 1, 2]]
+
+
+def test_stacks_are_not_waited_for_for_ever() -> None:
+    driver = Driver(spec(policy=ONE_RESTART)).run_nodes("a")
+    driver.say("a", wire.RankOverdue(0, 1, 1, "step", 3.1, 3.0))
+    driver.wait(10.0)
+    assert driver.state.phase is Phase.COLLECTING
+    driver.wait(1.5)
+    assert driver.state.phase is Phase.STOPPING
+
+
+@pytest.mark.parametrize(
+    ("on_hang", "calculated", "enforce", "kills"),
+    [
+        ("auto", False, False, True),
+        ("auto", True, False, False),
+        ("auto", True, True, True),
+        ("report", False, False, False),
+        ("report", True, True, False),
+        ("restart", True, False, True),
+    ],
+)
+def test_when_an_expired_limit_kills(on_hang: str, calculated: bool, enforce: bool, kills: bool) -> None:
+    limits = wire.Limits(enforce_calculated=enforce)
+    driver = Driver(spec(policy=wire.RestartPolicy(on_hang=on_hang), limits=limits)).run_nodes("a")
+    for rank in (0, 1):
+        driver.say("a", wire.RankOverdue(0, 1, rank, "step", 3.1, 3.0, calculated=calculated))
+    assert (driver.state.phase is Phase.COLLECTING) == kills
+    assert [incident.kind for incident in driver.incidents()] == ([] if kills else ["suspected-hang"])
+    if not kills:
+        assert "StopAttempt" not in driver.commands("a")
+
+
+def test_a_lost_agent_is_not_a_dead_one() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    driver.feed(AgentSilent("b", 16.0))
+    assert (driver.state.phase, driver.state.agents["b"].role) == (Phase.RUNNING, Role.LOST)
+    driver.exit("a", 0, 1)
+    driver.gone("a")
+    assert driver.state.phase is Phase.STOPPING, "b's ranks may be alive"
+    assert driver.kinds().count("AttemptBlocked") == 1
+    driver.wait(1000.0)
+    assert driver.state.phase is Phase.STOPPING
+    driver.feed(AgentHeard("b", 1, 0))
+    driver.gone("b")
+    assert driver.state.attempt == 2
+
+
+def test_an_end_does_not_wait_for_a_lost_agent() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2)).run_nodes("a", "b")
+    driver.feed(AgentSilent("b", 16.0))
+    driver.exit("a", 0, 9)
+    driver.gone("a")
+    assert driver.state.result and driver.state.result.exit_code == 9
+    assert driver.commands("b")[-2:] == ["StopAttempt", "EndJob"]
+
+
+@pytest.mark.parametrize("how", ["keeper", "fence timeout", "operator", "rebooted"])
+def test_a_dead_agent_fails_the_attempt_and_a_spare_takes_its_place(how: str) -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3, fence_timeout_s=20.0))
+    driver.join("a", agent=info("a", node_rank=0))
+    driver.join("b", agent=info("b", node_rank=1))
+    driver.join("c")
+    driver.start()
+    assert driver.commands("c") == ["Park"]
+    if how == "keeper":
+        driver.say("b", wire.AgentGone(0, "dead"))
+    else:
+        driver.feed(AgentSilent("b", 49.0))
+        assert driver.state.phase is Phase.RUNNING
+        if how == "fence timeout":
+            driver.feed(AgentSilent("b", 51.0))
+        elif how == "operator":
+            (answer,) = (a for a in driver.feed(OperatorAsked("fence", "root", "", "r", "node-b")) if isinstance(a, AnswerOperator))
+            assert answer.done
+        else:
+            driver.feed(AgentJoined(hello("b2", driver.spec, agent=info("b2", boot_id="other"), job_id="")))
+            driver.feed(AgentJoined(hello("b3", driver.spec, agent=wire.AgentInfo("b3", "node-b", "h", 1, "other", 1, 2))))
+    assert driver.state.phase is Phase.STOPPING
+    driver.gone("a")
+    assert driver.incidents()[0].kind == "agent-lost"
+    members = {agent_id: agent.group_rank for agent_id, agent in driver.state.active}
+    assert driver.state.phase is Phase.STARTING and members == ({"a": 0, "b3": 1} if how == "rebooted" else {"a": 0, "c": 1})
+
+
+def test_a_fenced_agent_that_comes_back_must_end_its_ranks_first() -> None:
+    driver = Driver(spec(min_nodes=1, max_nodes=2, policy=COUNT_3, last_call_s=0.0))
+    driver.join("a")
+    driver = Driver(spec(min_nodes=1, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    driver.feed(AgentSilent("b", 16.0))
+    driver.feed(OperatorAsked("fence", "root", "", "r", "node-b"))
+    driver.gone("a")
+    driver.feed(AgentJoined(hello("b", driver.spec, epoch=1, attempt=1)))
+    assert driver.commands("b")[-1] == "StopAttempt" and driver.state.agents["b"].live_attempt == 1
+    driver.wait(10.0)
+    assert driver.state.attempt == 1, "no attempt while those ranks may live"
+    assert not {"StartAttempt", "HostStore"} & set(driver.commands("b")), "and nothing that it missed starts now"
+    driver.say("b", wire.RanksGone(0, 1))
+    assert driver.state.attempt == 2 and len(driver.state.active) == 2
+
+
+def test_a_late_hello_of_a_dead_agent_does_not_bring_it_back() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    driver.say("b", wire.AgentGone(0, "dead"))
+    (refusal,) = (a for a in driver.join("b") if isinstance(a, SendRefusal))
+    assert refusal.exit_code == 1 and driver.state.agents["b"].role is Role.GONE
+
+
+def test_a_stop_ends_zero_only_after_a_durable_save() -> None:
+    for saved, codes, expected in [(True, (0, 0), 0), (False, (0, 0), 143), (True, (0, 143), 143)]:
+        driver = Driver(spec()).run_nodes("a")
+        driver.feed(OperatorAsked("stop", "alice", "lunch", "r1"))
+        command = driver.last_command("a")
+        assert isinstance(command, wire.StopTraining) and "alice (lunch)" in command.reason
+        if saved:
+            driver.say("a", wire.CheckpointCommitted(0, 1, 9, "/c"))
+        for rank, code in enumerate(codes):
+            driver.exit("a", rank, code, by_us="asked to leave")
+        driver.gone("a")
+        assert driver.state.result and driver.state.result.exit_code == expected
+        assert driver.incidents() == []
+
+
+def test_a_signal_to_one_launcher_stops_the_others() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2)).run_nodes("a", "b")
+    driver.say("a", wire.SignalReceived(0, 15))
+    assert driver.commands("b")[-1] == "StopTraining" and driver.commands("a")[-1] == "StartAttempt"
+    for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        for rank in ranks:
+            driver.exit(name, rank, 143, signal=15, by_us="SIGTERM")
+    assert driver.state.result and driver.state.result.exit_code == 143
+
+
+def test_ranks_that_do_not_leave_are_stopped_and_then_the_node_is_called_stuck() -> None:
+    driver = Driver(spec(stop_grace_s=5.0)).run_nodes("a")
+    driver.feed(OperatorAsked("stop", "alice", "", "r1"))
+    driver.wait(16.0)
+    assert driver.commands("a")[-1] == "StopAttempt"
+    driver.wait(66.0)
+    assert driver.state.phase is Phase.ENDED and "RanksStuck" in driver.kinds()
+
+
+def test_recovery_is_measured_when_every_rank_has_stepped() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    driver.beat("a", 14)
+    driver.say("a", wire.CheckpointCommitted(0, 1, 10, "/c"))
+    driver.exit("b", 3, 137, signal=9)
+    driver.gone("a")
+    driver.gone("b")
+    driver.now_s += 2.0
+    driver.start()
+    driver.beat("a", 11)
+    assert driver.incidents()[0].recovered_us is None
+    driver.now_s += 1.0
+    driver.beat("b", 10)
+    assert driver.incidents()[0].recovered_us is None, "iteration 10 is where it resumed"
+    driver.beat("b", 11)
+    (incident,) = driver.incidents()
+    assert incident.recovered_us is not None and incident.detected_us is not None
+    assert incident.recovered_us - incident.detected_us == 3_000_000 and incident.lost_iterations == 4
+    attempts = [a.record for a in driver.actions if hasattr(a, "record") and isinstance(a.record, AttemptSaved)]
+    assert attempts[-1].first_step_us == driver.now().us
+
+
+def test_a_script_without_iterations_has_recovered_when_its_ranks_run() -> None:
+    driver = Driver(spec(policy=COUNT_3)).run_nodes("a")
+    driver.exit("a", 0, 1)
+    driver.gone("a")
+    driver.start()
+    (incident,) = driver.incidents()
+    assert incident.recovered_us is not None and incident.lost_iterations is None
+
+
+def test_an_attempt_that_the_store_does_not_know_is_adopted() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3))
+    driver.join("a", epoch=5, attempt=3)
+    driver.join("b", epoch=5, attempt=3)
+    assert (driver.state.phase, driver.state.attempt, driver.state.epoch) == (Phase.RUNNING, 3, 5)
+    assert driver.commands("a") == [] and "AttemptAdopted" in driver.kinds()
+    driver.exit("a", 1, 1)
+    driver.feed(AgentHeard("a", 5, 17))
+    assert [c.sequence for c in driver.state.agents["a"].outbox] == [18], "numbers go on where the other supervisor was"
+    driver.gone("a")
+    driver.gone("b")
+    assert (driver.state.phase, driver.state.attempt, driver.state.epoch) == (Phase.STARTING, 4, 6)
+
+
+def test_a_damaged_agent_gone_number_does_not_hide_the_death() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    driver.feed(FactArrived("b", 1, wire.AgentGone(0, "dead")))
+    assert driver.state.agents["b"].dead and driver.state.phase is Phase.STOPPING
+
+
+def test_start_failure_ends_with_the_agents_code() -> None:
+    driver = Driver(spec())
+    driver.join("a")
+    driver.say("a", wire.StartFailed(0, 1, "train.py: no such file", 2))
+    assert driver.state.result and driver.state.result.exit_code == 2
+    assert driver.incidents()[0].kind == "start-failed" and "no such file" in driver.state.reason
+
+
+def test_a_declared_exit_code_ends_the_job_and_an_undeclared_one_becomes_1() -> None:
+    for declared, expected in [(17, 17), (0, 1)]:
+        driver = Driver(spec(policy=wire.RestartPolicy(max_restarts=0 if not declared else 5))).run_nodes("a")
+        driver.exit("a", 0, 17, declared=declared, declared_reason="loss is NaN twice")
+        driver.gone("a")
+        assert driver.state.result and driver.state.result.exit_code == expected
+
+
+def test_a_launcher_that_leaves_before_anything_ran_ends_the_job() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2))
+    driver.join("a")
+    driver.feed(AgentLeft("a"))
+    assert driver.state.phase is Phase.ENDED

@@ -1,0 +1,384 @@
+"""The loop: one transaction before anything is sent, stores that fail, supervisors that start anew, jobs found and refused."""
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+
+from rsup.supervisor import wire
+from rsup.supervisor.loop import AgentKnownDead, AgentMessage, Loop, OperatorReply, OperatorRequest
+from rsup.supervisor.memory_store import MemoryStore
+from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, Record
+from rsup.supervisor.states import Phase, Role, decode
+from rsup.supervisor.store import StoreError, StoreFull
+from tests.core.job_driver import START_US, hello, info, spec
+
+
+@dataclass
+class Bench:
+    """A loop with everything around it in the test's hand. It is its own transport and clock."""
+
+    store: MemoryStore = field(default_factory=MemoryStore)
+    now_s: float = 50.0
+    sent: list[tuple[str, wire.ToAgent]] = field(default_factory=list)
+    listening: list[str] = field(default_factory=list)
+    instance: int = 0
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A new supervisor process over the same store."""
+        self.instance += 1
+        where = wire.SupervisorInfo(f"i{self.instance}", self.instance, "host", True)
+        self.loop = Loop(self.store, self, self, where, self.listening.append, lambda: "generated")
+        self.loop.on_fault = _raise
+        self.loop.recover()
+
+    def now_us(self) -> int:
+        return START_US + int(self.now_s * 1e6)
+
+    def monotonic_s(self) -> float:
+        return self.now_s + 1000.0 * self.instance
+
+    def send(self, agent_id: str, message: wire.ToAgent) -> None:
+        self.sent.append((agent_id, wire.decode_to_agent(wire.encode(message))))
+
+    def hear(self, agent_id: str, message: wire.ToSupervisor) -> list[wire.ToAgent]:
+        """What this agent is sent because of its message."""
+        before = len(self.sent)
+        self.loop.handle([AgentMessage(agent_id, message)])
+        return [message for name, message in self.sent[before:] if name == agent_id]
+
+    def join(self, name: str, its_spec: wire.JobSpec | None = None, **fields: object) -> list[wire.ToAgent]:
+        return self.hear(name, hello(name, its_spec or spec(), **fields))
+
+    def report(self, name: str, *facts: wire.AnyFact, first: int = 0, acked: int = 0, **fields: object) -> wire.Order:
+        """An agent's report; the order that answers it."""
+        message = wire.Report(name, 1, acked, first, list(facts), **fields)  # type: ignore[arg-type]
+        (order,) = [m for m in self.hear(name, message) if isinstance(m, wire.Order)]
+        return order
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass in turns of at most a second."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + max(0.001, self.loop.next_wakeup_s()))
+            self.loop.tick()
+
+    def start(self, name: str = "a") -> None:
+        """One agent, its attempt running."""
+        self.join(name)
+        self.report(name, wire.StoreBound(0, 1, "h", 1), wire.AttemptStarted(0, 1, [11, 12]), first=1, acked=2)
+
+    def ask(self, kind: str, job: JobKey | str = "t1", **fields: object) -> OperatorReply:
+        replies: list[OperatorReply] = []
+        self.loop.handle([OperatorRequest(job, kind, "alice", "why", replies.append, **fields)])  # type: ignore[arg-type]
+        (reply,) = replies
+        return reply
+
+    @property
+    def state(self) -> object:
+        return decode(self.saved.state)
+
+    @property
+    def saved(self) -> JobSaved:
+        row = list(self.store.rows[JobSaved].values())[-1]
+        assert isinstance(row, JobSaved)
+        return row
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.store.events]
+
+
+def _raise(error: Exception, one: object) -> None:
+    raise error
+
+
+def note(text: str) -> wire.Note:
+    return wire.Note(1, "info", text)
+
+
+def test_an_agent_is_welcomed_and_gets_its_commands() -> None:
+    bench = Bench()
+    welcome, order = bench.join("a")
+    assert isinstance(welcome, wire.Welcome) and (welcome.job_id, welcome.run, welcome.acked_fact) == ("t1", 1, 0)
+    assert isinstance(order, wire.Order) and [type(c) for c in order.commands] == [wire.HostStore] and order.epoch == 1
+    assert bench.saved.phase == "starting" and bench.saved.command == "train.py"
+
+
+def test_facts_are_acknowledged_once_each_in_order() -> None:
+    bench = Bench()
+    bench.join("a")
+    assert bench.report("a", note("x"), note("y"), first=1).acked_fact == 2
+    assert bench.report("a", note("x"), note("y"), note("z"), first=1).acked_fact == 3
+    assert bench.report("a", note("gap"), first=5).acked_fact == 3
+    assert [event.text for event in bench.store.events if event.kind == "Note"] == ["x", "y", "z"]
+
+
+def test_nothing_is_sent_before_the_commit() -> None:
+    bench = Bench()
+    seen_at_commit = []
+    commit = bench.store.commit
+    bench.store.commit = lambda records: (seen_at_commit.append(len(bench.sent)), commit(records))[1]  # type: ignore
+    bench.loop.handle([AgentMessage("a", hello("a", spec())), AgentMessage("b", hello("b", spec(job_id="t2")))])
+    assert seen_at_commit == [0] and len(bench.sent) == 4, "one transaction for the batch, then the messages"
+
+
+def test_reports_without_news_cost_no_transaction() -> None:
+    bench = Bench()
+    bench.start()
+    commits = bench.store.num_commits
+    beat = [wire.RankBeat(0, 1, 0, 0.1, 0.1), wire.RankBeat(1, 1, 0, 0.1, 0.1)]
+    for _ in range(5):
+        bench.report("a", acked=2, beats=beat)
+    assert bench.store.num_commits == commits
+    assert [one.beats for one in bench.loop.live_beats(JobKey("local", "alice", "t1", 1))] == [beat]
+    bench.wait(4.0)
+    assert len(bench.store.rows[BeatsSaved]) == 1
+
+
+def test_commands_are_sent_again_until_they_are_acknowledged() -> None:
+    bench = Bench()
+    bench.join("a")
+    bench.sent.clear()
+    bench.wait(3.5)
+    orders = [m for _, m in bench.sent if isinstance(m, wire.Order)]
+    assert len(orders) == 3 and all(len(order.commands) == 1 for order in orders)
+    assert bench.report("a", acked=1).commands == []
+    bench.sent.clear()
+    bench.wait(3.0)
+    assert bench.sent == []
+
+
+def test_a_new_supervisor_takes_over_and_sends_the_outbox_again() -> None:
+    bench = Bench()
+    bench.start()
+    bench.report("a", wire.RankExited(0, 1, 0, 9), first=3)
+    bench.sent.clear()
+    bench.restart()
+    assert [type(c).__name__ for _, m in bench.sent if isinstance(m, wire.Order) for c in m.commands] == [
+        "HostStore",
+        "StartAttempt",
+        "StopAttempt",
+    ] or [type(c).__name__ for _, m in bench.sent if isinstance(m, wire.Order) for c in m.commands][-1] == "StopAttempt"
+    assert bench.kinds()[-1] == "SupervisorStarted"
+    (welcome, _) = bench.join("a", epoch=1, attempt=1)
+    assert isinstance(welcome, wire.Welcome) and welcome.acked_fact == 3 and welcome.supervisor.instance == "i2"
+    assert bench.report("a", wire.RanksGone(0, 1), first=4, acked=3).acked_fact == 4
+    assert bench.saved.phase == "ended" and bench.saved.exit_code == 9
+
+
+def test_time_that_no_supervisor_saw_does_not_count() -> None:
+    bench = Bench()
+    bench.join("a", spec(min_nodes=2, max_nodes=2, join_timeout_s=60.0))
+    bench.wait(30.0)
+    bench.now_s += 1000.0
+    bench.restart()
+    for _ in range(60):
+        bench.report("a")
+        bench.wait(0.99)
+        if bench.saved.phase == "ended":
+            break
+    assert bench.saved.phase == "ended" and "AgentLost" not in bench.kinds()[bench.kinds().index("SupervisorStarted") :]
+
+
+def test_a_full_disk_stops_decisions_but_not_the_conversation(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.start()
+    bench.store.fail_with = StoreFull("no space left in /state: free some, or move it with --state-dir")
+    with caplog.at_level(logging.WARNING):
+        for i in range(5):
+            order = bench.report("a", note("kept"), first=3, acked=2)
+            assert order.acked_fact == 2, "nothing is acknowledged that is not on disk"
+            bench.wait(1.0 + i)
+        reply: list[OperatorReply] = []
+        bench.loop.handle([OperatorRequest("t1", "stop", "alice", "", reply.append)])
+        bench.wait(2.0)
+        assert reply == [] and "no space left" in bench.loop.store_error
+        bench.store.fail_with = None
+        bench.wait(1.5)
+    assert bench.loop.store_error == "" and reply[0].done
+    assert [event.text for event in bench.store.events if event.kind == "Note"] == ["kept"]
+    assert bench.report("a", acked=2).acked_fact == 3
+    assert "AgentLost" not in bench.kinds()
+    assert len([r for r in caplog.records if "no space left" in r.message]) == 1, "one line, not one a try"
+    assert any("can be written again" in r.message for r in caplog.records)
+
+
+def test_a_disk_that_is_full_when_the_supervisor_starts() -> None:
+    bench = Bench()
+    bench.start()
+    bench.store.fail_with = StoreError("read-only")
+    bench.restart()
+    assert bench.loop.store_error == "read-only"
+    bench.store.fail_with = None
+    bench.wait(2.0)
+    assert bench.loop.store_error == "" and bench.report("a", note("x"), first=3, acked=2).acked_fact == 3
+
+
+def test_a_silent_agent_is_lost_and_found() -> None:
+    bench = Bench()
+    bench.start()
+    bench.wait(14.0)
+    assert "AgentLost" not in bench.kinds()
+    bench.wait(3.0)
+    assert bench.kinds()[-1] == "AgentLost"
+    bench.report("a", acked=2)
+    assert bench.kinds()[-1] == "AgentFound"
+
+
+def test_an_ended_job_is_told_to_an_agent_that_missed_the_end_even_after_a_restart() -> None:
+    bench = Bench()
+    bench.start()
+    bench.report("a", wire.RankExited(0, 1, 0, 0), wire.RankExited(0, 1, 1, 0), first=3, acked=2)
+    assert bench.saved.phase == "ended" and len(bench.loop.jobs()) == 1, "the agent has not heard"
+    bench.restart()
+    assert bench.loop.jobs() == []
+    answers = bench.join("a", epoch=1, job_id="t1", run=1)
+    ends = [c for m in answers if isinstance(m, wire.Order) for c in m.commands if isinstance(c, wire.EndJob)]
+    assert ends and ends[0].result.exit_code == 0
+    bench.hear("a", wire.Bye("a"))
+    bench.wait(1.0)
+    assert bench.loop.jobs() == [] and bench.loop.job(JobKey("local", "alice", "t1", 1)) is None
+
+
+def test_an_ended_id_starts_the_next_run_or_goes_on_with_resume() -> None:
+    bench = Bench()
+    bench.start()
+    bench.report("a", wire.RankExited(0, 1, 0, 3), wire.RanksGone(0, 1), first=3, acked=2)
+    assert bench.saved.exit_code == 3
+    (welcome, order) = bench.join("b")
+    assert isinstance(welcome, wire.Welcome) and welcome.run == 2 and isinstance(order, wire.Order) and order.epoch == 2
+    bench.report("b", wire.StartFailed(0, 1, "no", 1), first=1)
+    (welcome, order) = bench.join("c", spec(resume=True))
+    assert isinstance(welcome, wire.Welcome) and welcome.run == 2
+    (command,) = order.commands if isinstance(order, wire.Order) else ()
+    assert isinstance(command, wire.HostStore) and command.attempt == 2 and isinstance(order, wire.Order) and order.epoch > 2
+
+
+def test_a_live_id_is_refused() -> None:
+    bench = Bench()
+    bench.start()
+    (refusal,) = bench.join("b")
+    assert isinstance(refusal, wire.Refusal) and refusal.exit_code == 2 and "already running (attempt 1" in refusal.message
+    assert bench.kinds().count("AgentJoined") == 1
+
+
+def test_agents_without_an_id_are_grouped() -> None:
+    two = {"min_nodes": 2, "max_nodes": 2, "job_id": ""}
+    for ours, theirs, together in [
+        (spec(rdzv_id="exp", **two), spec(rdzv_id="exp", **two), True),
+        (spec(rdzv_id="exp", **two), spec(rdzv_id="other", **two), False),
+        (spec(listen="h:29400", **two), spec(**two), True),
+        (spec(**two), spec(**two), False),
+        (spec(rdzv_id="exp", **two), spec(rdzv_id="exp", owner="bob", **{**two}), False),
+        (spec(job_id=""), spec(job_id=""), False),
+    ]:
+        bench = Bench()
+        ids = iter(["one", "two"])
+        bench.loop._routing._new_job_id = lambda ids=ids: next(ids)  # type: ignore[misc]
+        bench.join("a", ours)
+        bench.join("b", theirs)
+        names = {row.job.job_id for row in bench.store.rows[JobSaved].values() if isinstance(row, JobSaved)}
+        assert names == ({"one"} if together else {"one", "two"}), (ours, theirs)
+
+
+def test_listening_where_the_first_node_asks_and_refusing_what_cannot_be_bound() -> None:
+    bench = Bench()
+    two = spec(min_nodes=2, max_nodes=2, listen="127.0.0.1:29400")
+    bench.join("a", two)
+    assert bench.listening == ["127.0.0.1:29400"]
+    bench.restart()
+    assert bench.listening == ["127.0.0.1:29400"] * 2, "a new supervisor listens again"
+
+    def in_use(endpoint: str) -> None:
+        raise wire.RsupError(f"{endpoint} is in use")
+
+    bench.loop._listen = in_use
+    (refusal,) = bench.join("b", spec(job_id="t2", listen="127.0.0.1:1"))
+    assert isinstance(refusal, wire.Refusal) and refusal.message == "127.0.0.1:1 is in use"
+
+
+def test_a_job_of_a_lost_store_is_adopted_and_its_agent_kept() -> None:
+    bench = Bench()
+    (welcome,) = bench.join("a", spec(job_id=""), epoch=4, attempt=3, job_id="20261129-abc", run=2)
+    assert isinstance(welcome, wire.Welcome) and (welcome.job_id, welcome.run, welcome.epoch) == ("20261129-abc", 2, 4)
+    assert bench.saved.phase == "running" and bench.saved.attempt == 3
+    assert bench.store.events[0].level == "warning"
+
+
+def test_a_keeper_ends_its_dead_agent_and_joins_nothing() -> None:
+    bench = Bench()
+    (refusal,) = bench.join("x", agent=info("x", gone=True))
+    assert isinstance(refusal, wire.Refusal)
+    bench.start()
+    (welcome,) = bench.join("a", agent=info("a", gone=True))
+    assert isinstance(welcome, wire.Welcome) and welcome.acked_fact == 2
+    assert bench.report("a", wire.AgentGone(0, "dead"), first=3).acked_fact == 3
+    assert bench.saved.phase == "ended", "no node is left"
+
+
+def test_the_shell_may_find_an_agent_dead() -> None:
+    bench = Bench()
+    bench.start()
+    bench.loop.handle([AgentKnownDead("a", "no such process"), AgentKnownDead("nobody", "x")])
+    assert bench.saved.phase == "ended"
+
+
+def test_operators_are_answered_after_the_commit() -> None:
+    bench = Bench()
+    assert not bench.ask("stop", "nothing").done
+    bench.start()
+    assert bench.ask("checkpoint", request_id="r1").done
+    assert "taken up already" in bench.ask("checkpoint", request_id="r1").message
+    assert not bench.ask("fence").done
+    reply = bench.ask("stop", JobKey("local", "alice", "t1", 1))
+    assert reply.done and reply.job == JobKey("local", "alice", "t1", 1)
+    assert [e.principal for e in bench.store.events if e.kind == "StopRequested"] == ["alice"]
+    assert "being stopped already" in bench.ask("stop").message
+
+
+def test_versions_too_far_apart_are_refused() -> None:
+    bench = Bench()
+    old = wire.Hello((90, 92), "9.9", info("a"), spec())
+    (refusal,) = bench.hear("a", old)
+    assert isinstance(refusal, wire.Refusal) and "9.9" in refusal.message
+
+
+def test_a_fault_of_ours_costs_one_input_only(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.start()
+    del bench.loop.on_fault
+    loop = Loop(bench.store, bench, bench, bench.loop.info, bench.listening.append)
+    loop.recover()
+    loop.handle([OperatorRequest("t1", "stop", "alice", "", lambda reply: None, request_id=None), AgentMessage("a", "rubbish")])  # type: ignore
+    loop.handle([AgentMessage("a", wire.Report("a", 1, 2, 3, [note("x")]))])
+    assert any("fault of rsup itself" in record.message for record in caplog.records)
+    assert [event.text for event in bench.store.events if event.kind == "Note"] == ["x"]
+
+
+def test_event_numbers_have_no_gaps_and_each_commit_is_whole() -> None:
+    bench = Bench()
+    bench.start()
+    bench.report("a", wire.RankExited(0, 1, 0, 9), wire.RanksGone(0, 1), first=3)
+    assert [event.number for event in bench.store.events] == list(range(1, len(bench.store.events) + 1))
+
+
+def test_the_memory_store_keeps_all_or_nothing() -> None:
+    store, key = MemoryStore(), JobKey("local", "alice", "t1", 1)
+    first: list[Record] = [EventLogged(key, 1, 0, 0, "A", "text"), JobSaved(key, b"", "running", 1, 1, 0, 0)]
+    store.commit(first)
+    store.commit(first)
+    assert len(store.events) == 1 and store.live_jobs() == [(key, b"")]
+    with pytest.raises(StoreError):
+        store.commit([EventLogged(key, 2, 0, 0, "B", "text"), EventLogged(key, 1, 0, 0, "other", "text")])
+    assert len(store.events) == 1
+    assert store.last_run("local", "alice", "t1") == (key, b"") and store.last_run("local", "bob", "t1") is None
+
+
+def test_phases_and_roles_are_what_the_records_say() -> None:
+    bench = Bench()
+    bench.start()
+    state = bench.state
+    assert getattr(state, "phase") is Phase.RUNNING and {a.role for a in getattr(state, "agents").values()} == {Role.ACTIVE}
