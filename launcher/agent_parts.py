@@ -101,13 +101,17 @@ def _log_options(options: LaunchOptions) -> LogOptions:
     return LogOptions(
         log_dir=str(options.log_dir) if options.log_dir else None,
         run_id=options.rdzv_id if options.rdzv_id != "none" else options.job_id or "none",
-        redirects=dict(enumerate(options.redirects)) if len(options.redirects) > 1 else options.redirects[0],
-        tee=dict(enumerate(options.tee)) if len(options.tee) > 1 else options.tee[0],
+        redirects=_per_rank(options.redirects),
+        tee=_per_rank(options.tee),
         local_ranks_filter=options.local_ranks_filter or frozenset(),
         role=options.role,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
     )
+
+
+def _per_rank(streams: tuple[int, ...]) -> dict[int, int] | int:
+    return dict(enumerate(streams)) if len(streams) > 1 else next(iter(streams), 0)
 
 
 def _owner() -> str:

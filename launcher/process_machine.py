@@ -222,7 +222,7 @@ def _spawn(turn: Turn, command: wire.StartAttempt) -> None:
 
 def _restart_line(state: AgentState, command: wire.StartAttempt) -> str:
     """Why there is another attempt, as the decider said when it ended the one before; else as we saw it."""
-    why = state.why_stopped
+    why = state.why_stopped.removeprefix(f"attempt {state.attempt} has failed: ")
     failed = next((fact for fact in state.exits if fact.exit_code and not fact.by_us), None)
     if not why and failed:
         how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"

@@ -55,11 +55,12 @@ class RankLink:
     def read(self) -> list[tuple[wire.RankHello, wire.RankToAgent]]:
         """What came: (who, message). A rank's hello is among the messages, so that changes of it are seen."""
         messages: list[tuple[wire.RankHello, wire.RankToAgent]] = []
-        for fd, _ in self._epoll.poll(0, 256):
-            if fd == self._listener.fileno():
-                self._accept()
-            elif connection := self._connections.get(fd):
-                self._receive(connection, messages)
+        for _ in range(2):  # a rank may have come, spoken and died meanwhile: whom the first look accepts, the second hears
+            for fd, _ in self._epoll.poll(0, 256):
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif connection := self._connections.get(fd):
+                    self._receive(connection, messages)
         return messages
 
     def send(self, rank: int, attempt: int, message: wire.AgentToRank) -> bool:

@@ -9,7 +9,7 @@ import os
 import socket
 from pathlib import Path
 
-from rsup.supervisor.wire import RsupError
+from rsup.supervisor.wire import EXIT_USAGE, RsupError
 
 BACKLOG = 4096
 LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -17,6 +17,8 @@ LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 class PortInUse(RsupError):
     """port N is in use by WHOM; choose another --master-port"""
+
+    exit_code = EXIT_USAGE
 
 
 def bind_store_socket(host: str, port: int) -> socket.socket:

@@ -3,11 +3,14 @@
 None of it is worth a transaction. It starts anew with each supervisor process: every agent then has its full time again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rsup.supervisor.states import AgentState, JobState, Role
 from rsup.supervisor.wire import RankBeat, Report
+
+RETRY_S = 1.0
+"""A command that has not been acknowledged for so long is sent again."""
 
 
 @dataclass
@@ -41,6 +44,16 @@ def tells_something(state: JobState, agent: AgentState, report: Report) -> bool:
     if not report.beats or report.epoch != state.epoch:
         return False
     return not state.stepped or any(beat.iteration > state.attempt_iteration for beat in report.beats)
+
+
+def newest_beats(state: JobState, links: Mapping[str, AgentLink]) -> list[LiveAgentBeats]:
+    """The newest beats of a job's agents, those without any left out."""
+    found = [(agent_id, agent, links.get(agent_id)) for agent_id, agent in state.agents.items() if agent.group_rank >= 0]
+    return [
+        LiveAgentBeats(agent_id, agent.info.node, link.beats_s, link.beats)
+        for agent_id, agent, link in found
+        if link is not None and link.beats
+    ]
 
 
 def beat_row(one: LiveAgentBeats, beat: RankBeat) -> dict[str, object]:

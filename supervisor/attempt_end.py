@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, signal_name
+from rsup.supervisor.end_report import MAX_REPORTED, all_exits, report_text
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog
+from rsup.supervisor.first_mover import exit_incident, name_first_mover
 from rsup.supervisor.records import IncidentSaved, RankSaved
 from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
-from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, Role, StopRequest
+from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
     EXIT_REQUEUE,
@@ -32,7 +34,6 @@ ESCALATE_AFTER_S = 10.0
 ESCALATED_GRACE_S = 5.0
 MAX_TAIL_CHARS = 4000
 MAX_ERROR_CHARS = 500
-MAX_TAILS = 8
 
 
 # -------------------------------------------------------------------------------------------------------------- failing
@@ -73,7 +74,7 @@ def rank_exited(turn: Turn, agent_id: str, fact: RankExited) -> None:
 
 def _note_exit(turn: Turn, agent_id: str, agent: AgentState, fact: RankExited) -> None:
     state = turn.state
-    keep_tail = fact.exit_code and not fact.by_us and state.num_ended - state.num_ok < MAX_TAILS
+    keep_tail = fact.exit_code and not fact.by_us and state.num_ended - state.num_ok < MAX_REPORTED
     exit_ = RankExit(
         order=state.num_ended + 1,
         exit_code=fact.exit_code,
@@ -113,6 +114,10 @@ def _note_exit(turn: Turn, agent_id: str, agent: AgentState, fact: RankExited) -
 
 def _fail_by_exit(turn: Turn, agent_id: str, fact: RankExited, text: str) -> None:
     agent = turn.state.agents[agent_id]
+    if fact.by_us:  # its launcher ended it, and we did not ask for that: cut off for too long, or leaving
+        text = f"the launcher on {agent.info.node} ended its ranks: {fact.by_us}"
+        fail_attempt(turn, "agent-lost", text, node=agent.info.node)
+        return
     kind = "hang" if is_of_a_watchdog(fact.error) else "signal" if fact.signal else "exit"
     fail_attempt(
         turn,
@@ -122,27 +127,7 @@ def _fail_by_exit(turn: Turn, agent_id: str, fact: RankExited, text: str) -> Non
         section=fact.section,
         rank=fact.rank,
         node=agent.info.node,
-        incident=_exit_incident(turn.state, agent, fact.rank, agent.exits[fact.rank], kind, text),
-    )
-
-
-def _exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit, kind: str, text: str) -> IncidentSaved:
-    return IncidentSaved(
-        job=state.key,
-        incident=0,
-        attempt=state.attempt,
-        at_us=exit_.at_us,
-        kind=kind,
-        rank=rank,
-        node=agent.info.node,
-        device=agent.devices_used.get(rank, ""),
-        iteration=exit_.iteration,
-        exit_code=exit_.exit_code,
-        signal=exit_.signal,
-        signal_name=signal_name(exit_.signal),
-        section=exit_.section,
-        found_by="watchdog of a collective" if kind == "hang" else "exit of the process",
-        text=text,
+        incident=exit_incident(turn.state, agent, fact.rank, agent.exits[fact.rank], kind, text),
     )
 
 
@@ -289,7 +274,7 @@ def conclude(turn: Turn) -> None:
     """The attempt is over: name its first mover, then restart or end the job."""
     state = turn.state
     if state.failure is not None:
-        _name_first_mover(turn)
+        name_first_mover(turn)
     if state.stop is not None:
         clean = state.stop.saved and state.num_ok == state.world_size and state.failure is None
         tail = "all ranks saved and left" if clean else "no durable save was reported, or not all ranks left cleanly"
@@ -316,56 +301,10 @@ def reform(turn: Turn) -> None:
     turn.enter(Phase.FORMING, turn.now.s + turn.state.spec.join_timeout_s)
 
 
-def _exits(state: JobState) -> list[tuple[int, RankExit, AgentState]]:
-    return [(rank, exit_, agent) for agent in state.agents.values() for rank, exit_ in agent.exits.items()]
-
-
-def _name_first_mover(turn: Turn) -> None:
-    """The first failure to arrive may have been a victim's: look again now that all are known."""
-    state = turn.state
-    assert state.failure is not None
-    if (
-        state.failure.kind not in ("exit", "signal", "hang")
-        or state.incident is None
-        or state.incident.attempt != state.attempt
-    ):
-        return
-    exits = _exits(state)
-    first = first_mover((rank, exit_) for rank, exit_, _ in exits)
-    if first is None or (state.failure.kind == "hang" and state.incident.stacks):
-        return
-    rank, exit_ = first
-    agent = next(a for r, _, a in exits if r == rank)
-    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
-    text = exit_text(rank, agent.info.node, exit_)
-    victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
-    incident = replace(
-        _exit_incident(state, agent, rank, exit_, kind, text),
-        incident=state.incident.incident,
-        iteration=exit_.iteration or state.incident.iteration,
-        detected_us=state.incident.detected_us,
-        lost_iterations=state.incident.lost_iterations,
-        victims=victims,
-    )
-    failure = replace(
-        state.failure,
-        kind=kind,
-        text=text,
-        exit_code=passed_on(exit_.exit_code, exit_.declared),
-        section=exit_.section,
-        rank=rank,
-        node=agent.info.node,
-    )
-    if rank != state.failure.rank:
-        turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
-    turn.change(failure=failure, incident=incident)
-    turn.record(incident)
-
-
 def _verdict(state: JobState) -> tuple[Verdict, Budget]:
     failure = state.failure
     assert failure is not None
-    first = first_mover((rank, exit_) for rank, exit_, _ in _exits(state)) if failure.kind in ("exit", "signal") else None
+    first = first_mover((rank, exit_) for rank, exit_, _ in all_exits(state)) if failure.kind in ("exit", "signal") else None
     exit_ = first[1] if first is not None else None
     code = passed_on(exit_.exit_code, exit_.declared) if exit_ is not None else failure.exit_code
     error = exit_.error if exit_ is not None else ""
@@ -414,7 +353,7 @@ def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, no
     """The job is over: tell every agent that may still listen, spares and lost ones too."""
     state = turn.state
     result = JobResult(exit_code, reason, rank, max(1, state.attempt), node)
-    report = _report(state, result)
+    report = report_text(state, result)
     turn.enter(Phase.ENDED)
     turn.change(result=result, ended_us=turn.now.us, reason=reason)
     for agent_id, agent in list(turn.state.agents.items()):
@@ -422,27 +361,3 @@ def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, no
             turn.command(agent_id, EndJob(0, reason, result, report))
     text = f"job {state.key.job_id} ended with exit code {exit_code}: {reason}"
     turn.log("JobEnded", text, "info" if exit_code == 0 else "error", rank=rank, node=node, data={"exit_code": exit_code})
-
-
-def _report(state: JobState, result: JobResult) -> str:
-    """Text for the terminal: what failed, where, why; empty after success."""
-    if result.exit_code == 0:
-        return ""
-    lines = [f"rsup: job {state.key.job_id} ends with exit code {result.exit_code}: {result.reason}"]
-    exits = sorted(_exits(state), key=lambda item: item[1].order)
-    failing = [(rank, exit_, agent) for rank, exit_, agent in exits if exit_.exit_code and not exit_.by_us]
-    for rank, exit_, agent in failing[:MAX_TAILS]:
-        mark = "first" if rank == result.rank else "then"
-        lines.append(f"  {mark}: {exit_text(rank, agent.info.node, exit_)}")
-        if exit_.log_tail and (rank == result.rank or len(failing) == 1):
-            lines += [f"    | {line}" for line in exit_.log_tail.splitlines()[-20:]]
-    if len(failing) > MAX_TAILS:
-        lines.append(f"  and {len(failing) - MAX_TAILS} more ranks")
-    killed = sum(1 for _, exit_, _ in exits if exit_.by_us)
-    if killed:
-        lines.append(f"  {killed} ranks were ended by us after that")
-    gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
-    if gone:
-        lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")
-    lines.append(f"  the whole story: rsup events {state.key.job_id}")
-    return "\n".join(lines)

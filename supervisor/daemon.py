@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rsup.supervisor import daemon_files, places, wire
+from rsup.supervisor import daemon_files, places, principals, wire
 from rsup.supervisor.config import Settings
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.rpc_server import RpcServer
@@ -207,7 +207,10 @@ class Daemon:
             rpc_tcp=tcp if tcp.startswith("tcp:") else "",
         )
         try:
+            principals.make_token(self._state)
             file.write(self._state)
+        except places.PlaceError as error:
+            _log.warning("%s", error)
         except OSError as error:
             _log.warning("cannot write %s: %s", self._state / "supervisor.json", error.strerror)
         try:

@@ -313,10 +313,11 @@ class Board:
         )
 
     def _read_section(self, base: int) -> SectionSample:
+        values = self._words[base : base + SECTION_WORDS].tolist()
         for _ in range(10):
-            values = self._words[base : base + SECTION_WORDS].tolist()
             if self._words[base + ENTERED] == values[ENTERED]:
                 break
+            values = self._words[base : base + SECTION_WORDS].tolist()
         name = struct.pack(f"<{NAME_WORDS}Q", *values[:NAME_WORDS]).rstrip(b"\0").decode(errors="replace")
         return SectionSample(name, values[OPEN_SINCE_NS], values[ENTERED], values[TOTAL_NS], values[LONGEST_NS])
 

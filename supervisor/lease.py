@@ -10,7 +10,6 @@ On a network file system the record decides: `shared_lease`. PostgreSQL has a le
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from typing import Protocol
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.store import StoreHeld
-
-log = logging.getLogger("rsup.store")
 
 RECORD_BYTES = 2048
 """Size of a lease record on disk, padded, so that a bump needs no new block."""
@@ -182,19 +179,23 @@ def _try_lock(lock: int) -> bool:
 
 
 def record_of(holder: LeaseHolder, term: int) -> LeaseRecord:
+    """The first record of that holder."""
     return LeaseRecord(**asdict(holder), pid_ns=_pid_namespace(), term=term)
 
 
 def encode_record(record: LeaseRecord) -> bytes:
+    """Exactly `RECORD_BYTES`, so that one record can be written over another."""
     return json.dumps(asdict(record)).encode().ljust(RECORD_BYTES - 1) + b"\n"
 
 
 def decode_record(data: bytes) -> LeaseRecord:
+    """The record in `data`; fields of a newer release are ignored. Raise `ValueError` or `TypeError`."""
     fields = json.loads(data)
     return LeaseRecord(**{name: fields[name] for name in LeaseRecord.__dataclass_fields__ if name in fields})
 
 
 def replace_record(path: Path, record: LeaseRecord) -> None:
+    """Put `record` at `path` whole and synced, as a new file. Raise `OSError`."""
     temporary = path.with_name(f".{path.name}.{record.instance}")  # not the pid: another host may have the same
     with _removed_on_failure(temporary), open(temporary, "wb", opener=_private) as file:
         file.write(encode_record(record))

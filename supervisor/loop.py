@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor import job_machine, wire
 from rsup.supervisor.actions import SendOrder, SendRefusal, SendWelcome
-from rsup.supervisor.agent_links import AgentLink, LiveAgentBeats, beat_row, tells_something
+from rsup.supervisor.agent_links import RETRY_S, AgentLink, LiveAgentBeats, beat_row, newest_beats, tells_something
 from rsup.supervisor.events import (
     AgentHeard,
     AgentJoined,
@@ -44,10 +44,11 @@ from rsup.supervisor.loop_inputs import (
     SystemClock,
     Transport,
 )
+from rsup.supervisor.outgoing import Outgoing
 from rsup.supervisor.records import BeatsSaved, JobKey, Record
 from rsup.supervisor.states import JobState, Phase, Role, StateUnreadable, decode, job_record, rebased
 from rsup.supervisor.store import Store, StoreError
-from rsup.supervisor.wire import AgentGone, Bye, Hello, Order, Refusal, Report, RsupError, SupervisorInfo, Welcome
+from rsup.supervisor.wire import AgentGone, Bye, Hello, Refusal, Report, RsupError, SupervisorInfo
 
 __all__ = [
     "AgentKnownDead",
@@ -61,7 +62,6 @@ __all__ = [
     "Transport",
 ]
 
-RETRY_S = 1.0
 BEATS_EVERY_S = 3.0
 FORGET_ENDED_AFTER_S = 60.0
 MAX_BACKLOG = 10_000
@@ -90,13 +90,13 @@ class Loop:
         self.on_fault: Callable[[Exception, object], None] = _log_fault
         """Called with an exception of our own code and the input that led to it; the input is dropped."""
         self._store = store
-        self._transport = transport
         self._clock = clock
         self._listen = listen
         self._routing = Routing(store, new_job_id)
         self._jobs: dict[JobKey, JobState] = {}
         self._job_of: dict[str, JobKey] = {}
         self._links: dict[str, AgentLink] = {}
+        self._outgoing = Outgoing(transport, info, self._links)
         self._backlog: deque[Input] = deque(maxlen=MAX_BACKLOG)
         self._retry_at_s = 0.0
         self._sweep_at_s = 0.0
@@ -170,12 +170,7 @@ class Loop:
         state = self._jobs.get(key)
         if state is None:
             return []
-        found = [
-            (agent_id, agent, self._links.get(agent_id)) for agent_id, agent in state.agents.items() if agent.group_rank >= 0
-        ]
-        return [
-            LiveAgentBeats(i, a.info.node, link.beats_s, link.beats) for i, a, link in found if link is not None and link.beats
-        ]
+        return newest_beats(state, self._links)
 
     def silent_s(self, agent_id: str) -> float:
         """How long nothing has been heard of an agent."""
@@ -246,7 +241,7 @@ class Loop:
                 self._hear(message, now_s)
                 key = self._job_of.get(message.agent_id)
                 if key is not None and key in self._jobs:
-                    self._send_order(self._jobs[key], message.agent_id, now_s)
+                    self._outgoing.order(self._jobs[key], message.agent_id, now_s)
                 if not message.facts:
                     continue
             self._backlog.append(one)
@@ -254,19 +249,19 @@ class Loop:
     def _perform(self, batch: Batch) -> None:
         now_s = batch.now.s
         for agent_id, refusal in batch.refusals:
-            self._transport.send(agent_id, refusal)
+            self._outgoing.refuse(agent_id, refusal)
         for key, action in batch.sends:
             state = self._jobs.get(key)
             if isinstance(action, SendRefusal):
-                self._transport.send(action.agent_id, Refusal(action.exit_code, action.message))
+                self._outgoing.refuse(action.agent_id, Refusal(action.exit_code, action.message))
             elif state is not None and action.agent_id in state.agents:
                 if isinstance(action, SendWelcome):
-                    self._welcome(state, action.agent_id)
+                    self._outgoing.welcome(state, action.agent_id)
                 elif action.agent_id not in batch.reports and state.agents[action.agent_id].role is not Role.LOST:
-                    self._send_order(state, action.agent_id, now_s)
+                    self._outgoing.order(state, action.agent_id, now_s)
         for agent_id, key in batch.reports.items():
             if key in self._jobs:
-                self._send_order(self._jobs[key], agent_id, now_s)
+                self._outgoing.order(self._jobs[key], agent_id, now_s)
         for request, reply in batch.replies:
             request.reply(reply)
 
@@ -435,24 +430,6 @@ class Loop:
             self._listen(state.spec.listen)
         except RsupError as error:
             _log.error("other nodes of job %s cannot reach this supervisor: %s", state.key, error)
-
-    def _welcome(self, state: JobState, agent_id: str) -> None:
-        speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
-        acked = state.agents[agent_id].acked_fact
-        welcome = Welcome(speaks, wire.RELEASE, self.info, state.key.job_id, state.key.run, state.epoch, acked)
-        self._transport.send(agent_id, welcome)
-
-    def _send_order(self, state: JobState, agent_id: str, now_s: float) -> None:
-        """Acknowledge facts, and send commands that are new or have waited for their acknowledgement too long."""
-        agent = state.agents.get(agent_id)
-        link = self._links.get(agent_id)
-        if agent is None or link is None:
-            return
-        again = now_s - link.sent_s >= RETRY_S
-        commands = [command for command in agent.outbox if again or command.sequence > link.sent]
-        if commands:
-            link.sent, link.sent_s = commands[-1].sequence, now_s
-        self._transport.send(agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands))
 
 
 def _stamped(state: JobState, now_s: float) -> JobState:

@@ -142,3 +142,7 @@ def _record_sections(turn: Turn, old: JobState, closing: bool) -> None:
         if closing or before is None or seen.longest_s > before.longest_s or limit_s != old.limits.sections.get(name):
             calculated = name in state.limits.calculated
             turn.record(SectionSaved(state.key, name, limit_s, calculated, seen.longest_s, seen.times))
+    longest_s, limit_s = state.observed.out_of_section_s, state.limits.out_of_section_s
+    if limit_s != old.limits.out_of_section_s or (closing and longest_s > old.observed.out_of_section_s):
+        calculated = OUT_OF_SECTION in state.limits.calculated
+        turn.record(SectionSaved(state.key, OUT_OF_SECTION, limit_s, calculated, longest_s, 0))

@@ -265,12 +265,12 @@ class Sources:
         return file.rest
 
     def token(self) -> str:
-        """The token of `RSUP_TOKEN_FILE`, else of the state directory. Raise `QueryError` where there is none."""
+        """The token of `RSUP_TOKEN_FILE`, else of the state directory. Raise `NoAnswer` where there is none."""
         path = Path(os.environ.get("RSUP_TOKEN_FILE") or self._state / "token")
         try:
             return read_token_file(path)
         except FileNotFoundError:
-            raise QueryError(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
+            raise NoAnswer(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
 
 
 def name_of(job: Json) -> JobName:

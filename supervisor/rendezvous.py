@@ -154,7 +154,8 @@ def _greet_after_end(turn: Turn, agent_id: str) -> None:
 def _newcomer(turn: Turn, hello: Hello) -> None:
     state, info = turn.state, hello.agent
     _drop_rebooted(turn, info)
-    why_not = refusal(turn.state, hello.spec, info, bool(hello.spec.job_id)) if turn.state.agents else None
+    taken = any(agent.role is not Role.GONE for agent in turn.state.agents.values())
+    why_not = refusal(turn.state, hello.spec, info, bool(hello.spec.job_id)) if taken else None
     if why_not is not None:
         turn.act(SendRefusal(info.agent_id, EXIT_USAGE, why_not))
         return

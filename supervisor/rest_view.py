@@ -1,6 +1,5 @@
 """Puts REST together inside the daemon: the read-only engine, the tokens, and what only the running supervisor knows."""
 
-import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from rsup.supervisor import principals, wire
 from rsup.supervisor.agent_links import beat_row
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.loop import Loop, OperatorReply
-from rsup.supervisor.places import PlaceError
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.app import make_app
 from rsup.supervisor.rest.context import Change, ChangeReply, RestContext
@@ -20,8 +18,6 @@ from rsup.supervisor.rest.server import RestServer
 from rsup.supervisor.store import StoreError
 from rsup.supervisor.views import LiveBeats
 from rsup.supervisor.wire import SupervisorInfo
-
-_log = logging.getLogger(__name__)
 
 
 class RunningLoop(Protocol):
@@ -44,10 +40,6 @@ def serve(
     """Serve REST on `listening`, bound to `host`, from threads of its own; return what stops it. Raise `RsupError`."""
     if target is None:
         raise StoreError("there is no database to read")
-    try:
-        principals.make_token(state)
-    except PlaceError as error:
-        _log.warning("%s", error)
     server = RestServer(host, listening.getsockname()[1], listening)
 
     def submit(change: Change) -> "Future[ChangeReply]":

@@ -18,7 +18,6 @@ import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from rsup.supervisor import heartbeat_board as board_layout

@@ -30,7 +30,9 @@ def test_first_mover(exits: dict[int, RankExit], first: int | None) -> None:
 def test_errors_that_only_tell_of_a_peer() -> None:
     assert is_of_a_peer(CLOSED) and is_of_a_peer("ConnectionResetError: [Errno 104] Connection reset by peer")
     assert is_of_a_peer("torch.distributed.DistNetworkError: failed to recv, got 0 bytes")
-    assert not is_of_a_peer("ValueError: loss is nan") and not is_of_a_peer("") and not is_of_a_peer("CUDA error: out of memory")
+    assert (
+        not is_of_a_peer("ValueError: loss is nan") and not is_of_a_peer("") and not is_of_a_peer("CUDA error: out of memory")
+    )
     assert is_of_a_watchdog(WATCHDOG) and not is_of_a_watchdog(CLOSED)
 
 

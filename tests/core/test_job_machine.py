@@ -304,7 +304,9 @@ def test_a_dead_agent_fails_the_attempt_and_a_spare_takes_its_place(how: str) ->
         if how == "fence timeout":
             driver.feed(AgentSilent("b", 51.0))
         elif how == "operator":
-            (answer,) = (a for a in driver.feed(OperatorAsked("fence", "root", "", "r", "node-b")) if isinstance(a, AnswerOperator))
+            (answer,) = (
+                a for a in driver.feed(OperatorAsked("fence", "root", "", "r", "node-b")) if isinstance(a, AnswerOperator)
+            )
             assert answer.done
         else:
             driver.feed(AgentJoined(hello("b2", driver.spec, agent=info("b2", boot_id="other"), job_id="")))
@@ -445,3 +447,10 @@ def test_a_launcher_that_leaves_before_anything_ran_ends_the_job() -> None:
     driver.join("a")
     driver.feed(AgentLeft("a"))
     assert driver.state.phase is Phase.ENDED
+
+
+def test_ranks_ended_by_their_own_launcher_are_a_lost_node_not_a_crash() -> None:
+    driver = Driver(spec(policy=COUNT_3)).run_nodes("a")
+    driver.exit("a", 0, 137, signal=9, by_us="the supervisor was not heard for 30 s (fence timeout)")
+    (incident,) = driver.incidents()
+    assert incident.kind == "agent-lost" and "fence timeout" in incident.text

@@ -38,7 +38,10 @@ def test_different_numbers_of_ranks_per_node() -> None:
     driver.join("b", agent=info("b", num_ranks=1))
     driver.start()
     starts = [driver.last_command(name) for name in ("a", "b")]
-    assert [(s.first_rank, s.num_ranks, s.world_size) for s in starts if isinstance(s, wire.StartAttempt)] == [(0, 3, 4), (3, 1, 4)]
+    assert [(s.first_rank, s.num_ranks, s.world_size) for s in starts if isinstance(s, wire.StartAttempt)] == [
+        (0, 3, 4),
+        (3, 1, 4),
+    ]
 
 
 def test_ranks_stay_where_they_were_after_a_restart() -> None:

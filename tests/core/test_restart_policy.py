@@ -25,7 +25,14 @@ def failed(**fields: object) -> FailedAttempt:
         (AUTO, Budget(without_progress=3), failed(), False, 93, "without a new durable checkpoint"),
         (AUTO, Budget(restarts=50, without_progress=3, checkpoint=10), failed(checkpoint=20), True, 0, "restart 51"),
         (RestartPolicy(mode="auto", max_restarts=4), Budget(restarts=4), failed(), False, 93, "--max-restarts"),
-        (COUNT, Budget(), failed(exit_code=17, declared=17, declared_reason="NaN"), False, 17, "on purpose with exit code 17 (NaN)"),
+        (
+            COUNT,
+            Budget(),
+            failed(exit_code=17, declared=17, declared_reason="NaN"),
+            False,
+            17,
+            "on purpose with exit code 17 (NaN)",
+        ),
         (COUNT, Budget(), failed(exit_code=3, declared=17), True, 0, "restart 1 of 2"),
     ],
 )
@@ -92,7 +99,8 @@ def test_the_budget_is_never_overrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "declared", "expected"), [(3, 0, 3), (137, 0, 137), (17, 17, 17), (17, 0, 1), (16, 17, 1), (75, 0, 1), (88, 88, 88)]
+    ("exit_code", "declared", "expected"),
+    [(3, 0, 3), (137, 0, 137), (17, 17, 17), (17, 0, 1), (16, 17, 1), (75, 0, 1), (88, 88, 88)],
 )
 def test_codes_with_a_meaning_of_ours_must_be_declared(exit_code: int, declared: int, expected: int) -> None:
     assert passed_on(exit_code, declared) == expected

@@ -8,7 +8,11 @@ from rsup.supervisor.wire import Limits, SectionSeen, SectionsObserved
 
 
 def seen(step_s: float = 2.0, steps: int = 20, checkpoints: int = 1, **fields: object) -> Observed:
-    sections = {"step": SectionSeen(step_s, steps), "setup": SectionSeen(30.0, 1), "checkpointing": SectionSeen(4.0, checkpoints)}
+    sections = {
+        "step": SectionSeen(step_s, steps),
+        "setup": SectionSeen(30.0, 1),
+        "checkpointing": SectionSeen(4.0, checkpoints),
+    }
     fact = SectionsObserved(0, 1, sections, 1.5, steps, checkpoints, **fields)  # type: ignore[arg-type]
     return merge(Observed(), fact)
 

@@ -125,7 +125,9 @@ class SimAgent:
         self.feed(ev.RanksSpawned(command.attempt, pids))
         training = self.world.training_of(command.job_id, command.run)
         for i, rank in enumerate(self.ranks):
-            hello = wire.RankHello(rank.rank, command.attempt, rank.pid, f"GPU-{self.info.node}-{i}", training.plan.takes_requests)
+            hello = wire.RankHello(
+                rank.rank, command.attempt, rank.pid, f"GPU-{self.info.node}-{i}", training.plan.takes_requests
+            )
             self.feed(ev.RankMessage(command.attempt, i, hello))
         training.add(command.attempt, command.world_size, self.ranks)
 

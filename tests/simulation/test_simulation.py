@@ -1,7 +1,7 @@
 """The real supervisor loop under simulated clocks, networks, agents and crashes, a world for each seed.
 
-    RSUP_SEED=123 pytest tests/simulation         one seed, with its story
-    RSUP_SEEDS=5000 pytest tests/simulation       more seeds
+RSUP_SEED=123 pytest tests/simulation         one seed, with its story
+RSUP_SEEDS=5000 pytest tests/simulation       more seeds
 """
 
 import os
@@ -16,9 +16,9 @@ from rsup.supervisor.memory_store import MemoryStore
 from rsup.supervisor.sql_store import SqlStore
 from tests.simulation.sim_scenario import Scenario
 
-NUM_SEEDS = int(os.environ.get("RSUP_SEEDS", "1000"))
+NUM_SEEDS = int(os.environ.get("RSUP_SEEDS", "2000"))
 SEEDS_A_TEST = 50
-EVERY_NTH_IN_SQLITE = 50
+EVERY_NTH_IN_SQLITE = 25
 
 
 def run_seed(seed: int, folder: Path) -> None:

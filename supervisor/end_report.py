@@ -1,0 +1,37 @@
+"""The text that a launcher prints when its job has ended badly: what failed, where, why."""
+
+from rsup.supervisor.failure import exit_text
+from rsup.supervisor.states import AgentState, JobState, RankExit, Role
+from rsup.supervisor.wire import JobResult
+
+MAX_REPORTED = 8
+MAX_LOG_LINES = 20
+
+
+def all_exits(state: JobState) -> list[tuple[int, RankExit, AgentState]]:
+    """Every rank of the attempt that has ended, with its node."""
+    return [(rank, exit_, agent) for agent in state.agents.values() for rank, exit_ in agent.exits.items()]
+
+
+def report_text(state: JobState, result: JobResult) -> str:
+    """Text for the terminal: what failed, where, why; empty after success."""
+    if result.exit_code == 0:
+        return ""
+    lines = [f"rsup: job {state.key.job_id} ends with exit code {result.exit_code}: {result.reason}"]
+    exits = sorted(all_exits(state), key=lambda item: item[1].order)
+    failing = [(rank, exit_, agent) for rank, exit_, agent in exits if exit_.exit_code and not exit_.by_us]
+    for rank, exit_, agent in failing[:MAX_REPORTED]:
+        mark = "first" if rank == result.rank else "then"
+        lines.append(f"  {mark}: {exit_text(rank, agent.info.node, exit_)}")
+        if exit_.log_tail and (rank == result.rank or len(failing) == 1):
+            lines += [f"    | {line}" for line in exit_.log_tail.splitlines()[-MAX_LOG_LINES:]]
+    if len(failing) > MAX_REPORTED:
+        lines.append(f"  and {len(failing) - MAX_REPORTED} more ranks")
+    killed = sum(1 for _, exit_, _ in exits if exit_.by_us)
+    if killed:
+        lines.append(f"  {killed} ranks were ended by us after that")
+    gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
+    if gone:
+        lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")
+    lines.append(f"  the whole story: rsup events {state.key.job_id}")
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""The incident of a crash: as it was first heard of, and as it looks when every rank's end is known."""
+
+from msgspec.structs import replace
+
+from rsup.supervisor.end_report import all_exits
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, signal_name
+from rsup.supervisor.records import IncidentSaved
+from rsup.supervisor.restart_policy import passed_on
+from rsup.supervisor.states import AgentState, JobState, RankExit
+from rsup.supervisor.turn import Turn
+
+
+def exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit, kind: str, text: str) -> IncidentSaved:
+    """The incident of a rank that ended by itself; its number is still to be given."""
+    return IncidentSaved(
+        job=state.key,
+        incident=0,
+        attempt=state.attempt,
+        at_us=exit_.at_us,
+        kind=kind,
+        rank=rank,
+        node=agent.info.node,
+        device=agent.devices_used.get(rank, ""),
+        iteration=exit_.iteration,
+        exit_code=exit_.exit_code,
+        signal=exit_.signal,
+        signal_name=signal_name(exit_.signal),
+        section=exit_.section,
+        found_by="watchdog of a collective" if kind == "hang" else "exit of the process",
+        text=text,
+    )
+
+
+def name_first_mover(turn: Turn) -> None:
+    """The first failure to arrive may have been a victim's: look again now that all are known."""
+    state = turn.state
+    assert state.failure is not None
+    if (
+        state.failure.kind not in ("exit", "signal", "hang")
+        or state.incident is None
+        or state.incident.attempt != state.attempt
+    ):
+        return
+    exits = all_exits(state)
+    first = first_mover((rank, exit_) for rank, exit_, _ in exits)
+    if first is None or (state.failure.kind == "hang" and state.incident.stacks):
+        return
+    rank, exit_ = first
+    agent = next(a for r, _, a in exits if r == rank)
+    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
+    text = exit_text(rank, agent.info.node, exit_)
+    victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
+    incident = replace(
+        exit_incident(state, agent, rank, exit_, kind, text),
+        incident=state.incident.incident,
+        iteration=exit_.iteration or state.incident.iteration,
+        detected_us=state.incident.detected_us,
+        lost_iterations=state.incident.lost_iterations,
+        victims=victims,
+    )
+    failure = replace(
+        state.failure,
+        kind=kind,
+        text=text,
+        exit_code=passed_on(exit_.exit_code, exit_.declared),
+        section=exit_.section,
+        rank=rank,
+        node=agent.info.node,
+    )
+    if rank != state.failure.rank:
+        turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
+    turn.change(failure=failure, incident=incident)
+    turn.record(incident)

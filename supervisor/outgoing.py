@@ -1,0 +1,41 @@
+"""What the supervisor's loop says to agents, once it is on disk."""
+
+from collections.abc import Mapping
+
+from rsup.supervisor import wire
+from rsup.supervisor.agent_links import RETRY_S, AgentLink
+from rsup.supervisor.loop_inputs import Transport
+from rsup.supervisor.states import JobState
+from rsup.supervisor.wire import Order, Refusal, SupervisorInfo, Welcome
+
+
+class Outgoing:
+    """Makes messages of committed states. May lose them: outboxes are sent again, agents ask again."""
+
+    def __init__(self, transport: Transport, info: SupervisorInfo, links: Mapping[str, AgentLink]) -> None:
+        self._transport = transport
+        self._info = info
+        self._links = links
+
+    def welcome(self, state: JobState, agent_id: str) -> None:
+        """Tell an agent its job, and the last fact that is committed."""
+        speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
+        acked = state.agents[agent_id].acked_fact
+        job = state.key
+        self._transport.send(agent_id, Welcome(speaks, wire.RELEASE, self._info, job.job_id, job.run, state.epoch, acked))
+
+    def refuse(self, agent_id: str, refusal: Refusal) -> None:
+        """Turn an agent away."""
+        self._transport.send(agent_id, refusal)
+
+    def order(self, state: JobState, agent_id: str, now_s: float) -> None:
+        """Acknowledge facts, and send commands that are new or have waited for their acknowledgement too long."""
+        agent = state.agents.get(agent_id)
+        link = self._links.get(agent_id)
+        if agent is None or link is None:
+            return
+        again = now_s - link.sent_s >= RETRY_S
+        commands = [command for command in agent.outbox if again or command.sequence > link.sent]
+        if commands:
+            link.sent, link.sent_s = commands[-1].sequence, now_s
+        self._transport.send(agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands))
