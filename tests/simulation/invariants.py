@@ -89,9 +89,10 @@ class Watcher:
         story = [event for events in self.events.values() for event in events if event.node == agent.info.node]
         told = Counter(event.text for event in story if event.kind == "Note")
         delivered = self.acked.get(agent.agent_id, 0)
-        said = [fact for fact in agent.facts[:delivered] if isinstance(fact, wire.Note)]
-        for fact in said:
-            assert told[fact.text] == 1, f"{fact.text!r} of {agent.agent_id} stands {told[fact.text]} times in the story"
+        said = Counter(fact.text for fact in agent.facts[:delivered] if isinstance(fact, wire.Note))
+        assert said == told, (
+            f"{agent.agent_id} said {said - told} that is not told, and {told - said} is told that it did not say"
+        )
         exits = sum(isinstance(fact, wire.RankExited) for fact in agent.facts[:delivered])
         logged = sum(event.kind == "RankExited" for event in story)
         assert exits == logged, f"{agent.agent_id}: {exits} exits delivered, {logged} in the story"
