@@ -176,6 +176,7 @@ def _fact(expired: Expired, rank: WatchedRank, limits: wire.Limits, now_ns: int,
         iteration=sample.iteration if sample else 0,
         main_beat_age_s=round((now_ns - main_ns) / 1e9, 3) if main_ns else -1.0,
         calculated=limit in limits.calculated,
+        beat_age_s=_age_s(sample.liveness_ns, now_ns) if sample else -1.0,
     )
 
 

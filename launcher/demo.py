@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
 
     _say(f"1. An undisturbed run: 2 ranks, {ITERATIONS} iterations of a small GPT on Python's own sources.")
     calm = _train("calm", folder, [])
+    print("\nStatus page, also while the next run goes on:")
+    _run(["status", "calm", "--page"])
     _say(f"2. The same; rank 1 is killed at iteration {KILL_AT}, rank 0 hangs at {HANG_AT} (limit {STEP_LIMIT_S} s a step).")
     disturbed = _train("disturbed", folder, _faults())
     _say("3. What happened, from the supervisor's store (rsup report disturbed):")

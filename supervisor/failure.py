@@ -3,8 +3,9 @@
 Crash: ranks that our side had signalled are never the first; a rank that died of a signal or an exception comes before those
 that only report a lost peer; among equals the one that became known first (an agent's facts come in its order; clocks of hosts
 are not compared).
-Hang: ranks blocked in one collective all expire. A stopped process is the culprit before a running one, a lower iteration
-before a higher, a stack outside of a collective before one inside, an older beat of the main thread before a newer.
+Hang: ranks blocked in one collective all expire. A stopped process is the culprit before a running one, one whose beat thread
+is silent too (it holds the GIL) before one that beats, a lower iteration before a higher, a training thread that does not wait
+for its peers before one that does, an older beat of that thread before a newer.
 """
 
 import re
@@ -27,11 +28,12 @@ _OF_A_PEER = re.compile(
 _OF_A_WATCHDOG = re.compile(
     r"watchdog.*(collective|timeout|time out)|collective operation timeout|heartbeat monitor", re.IGNORECASE
 )
-_COLLECTIVE = re.compile(
-    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|_wait_for|work\.wait|\bwait\b.*distributed|"
-    r"distributed_c10d|nccl|gloo",
-    re.IGNORECASE,
+_TORCH_WAITS = re.compile(r"torch/(distributed|nn/parallel|autograd|cuda)/|distributed_c10d", re.IGNORECASE)
+_WAITS_BY_NAME = re.compile(
+    r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|synchronize)|nccl|gloo", re.IGNORECASE
 )
+_THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
+INNERMOST_FRAMES = 6
 
 
 class Hung(Struct, frozen=True):
@@ -45,6 +47,8 @@ class Hung(Struct, frozen=True):
     process_state: str = ""
     stack: str = ""
     overdue: RankOverdue | None = None
+    is_silent: bool = False
+    """Its beat thread does not run either."""
 
 
 def is_of_a_peer(error: str) -> bool:
@@ -91,11 +95,39 @@ def exit_text(rank: int, node: str, exit_: RankExit) -> str:
 def culprit(ranks: Iterable[Hung]) -> Hung | None:
     """The rank that most likely holds the others up."""
 
-    def key(hung: Hung) -> tuple[bool, int, bool, bool, float, int]:
-        in_collective = bool(_COLLECTIVE.search(hung.stack))
-        return hung.process_state != "T", hung.iteration, in_collective, hung.overdue is None, -hung.main_beat_age_s, hung.rank
+    def key(hung: Hung) -> tuple[bool, bool, int, bool, bool, float, int]:
+        return (
+            hung.process_state != "T",
+            not hung.is_silent,
+            hung.iteration,
+            waits_for_peers(hung.stack),
+            hung.overdue is None,
+            -hung.main_beat_age_s,
+            hung.rank,
+        )
 
     return min(ranks, key=key, default=None)
+
+
+def waits_for_peers(stack: str) -> bool:
+    """Whether the training thread of these stacks (py-spy's or faulthandler's) waits where ranks wait for each other: inside
+    torch's communication, or in a backward pass, whose reductions show no frame of their own. Not if it holds the GIL."""
+    header, frames = _training_thread(stack)
+    in_torch = _TORCH_WAITS.search("\n".join(frames[:INNERMOST_FRAMES]))
+    return "+gil" not in header and bool(in_torch or _WAITS_BY_NAME.search("".join(frames[:1])))
+
+
+def _training_thread(stack: str) -> tuple[str, list[str]]:
+    """Header and frames, innermost first, of the main thread; of the whole text where no thread is named."""
+    headers = list(_THREAD.finditer(stack))
+    if not headers:
+        return "", stack.splitlines()
+    ends = [header.start() for header in headers[1:]] + [len(stack)]
+    blocks = [
+        (header.group(), stack[header.end() : end].strip().splitlines()) for header, end in zip(headers, ends, strict=True)
+    ]
+    named = [block for block in blocks if "MainThread" in block[0] or block[0].startswith("Current")]
+    return (named or blocks)[-1]
 
 
 def limit_name(limit: str) -> str:

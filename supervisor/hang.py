@@ -18,6 +18,8 @@ STACKS_MARGIN_S = 1.0
 VICTIM_GRACE_S = 5.0
 HANG_EXIT_CODE = 128 + 9
 """What a hung rank exits with: SIGKILL, since nothing else reaches it."""
+SILENT_AFTER_S = 2.0
+"""Age of the beat thread's last beat from which a rank does not merely wait: beats come four times a second."""
 MAX_OVERDUE_LOGGED = 32
 
 
@@ -183,6 +185,7 @@ def _ranks(state: JobState, stacks: dict[int, RankStack]) -> list[Hung]:
                     process_state=stack.process_state if stack is not None else "",
                     stack=stack.text if stack is not None else "",
                     overdue=fact,
+                    is_silent=fact is not None and fact.beat_age_s > SILENT_AFTER_S,
                 )
             )
     return result

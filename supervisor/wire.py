@@ -245,6 +245,8 @@ class RankOverdue(Fact, frozen=True):
     iteration: int = 0
     main_beat_age_s: float = 0.0
     calculated: bool = False
+    beat_age_s: float = -1.0
+    """Of the beat thread: old in a rank that is stopped or holds the GIL, fresh in one that merely waits. -1: never."""
 
 
 class RankStack(Struct, frozen=True):

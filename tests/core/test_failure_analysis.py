@@ -36,9 +36,43 @@ def test_errors_that_only_tell_of_a_peer() -> None:
     assert is_of_a_watchdog(WATCHDOG) and not is_of_a_watchdog(CLOSED)
 
 
-def hung(rank: int, *, iteration: int = 7, state: str = "S", stack: str = "all_reduce", age_s: float = 3.0) -> Hung:
+SLEEPS = """Process 41: python -m train
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 41 (idle): "MainThread"
+    sleep_for_ever (data.py:12)
+    next_batch (data.py:40)
+    train_step (train.py:7)
+    all_reduce_loss (train.py:90)
+    main (train.py:99)
+    run (train.py:100)
+    backward_hook (torch/distributed/run.py:1)
+Thread 44 (idle): "gloo-0"
+    wait (torch/distributed/c10d.py:1)
+"""
+BACKWARD = """Process 42: python -m train
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 42 (idle): "MainThread"
+    _engine_run_backward (torch/autograd/graph.py:800)
+    backward (torch/autograd/__init__.py:300)
+    train_step (train.py:8)
+Thread 45 (idle): "rsup-beat"
+    _run (session.py:1)
+"""
+FAULTHANDLER = """Thread 0x00007f01 (most recent call first):
+  File "torch/distributed/c10d.py", line 3 in wait
+Current thread 0x00007f02 (most recent call first):
+  File "data.py", line 12 in next_batch
+  File "train.py", line 7 in train_step
+"""
+
+
+def hung(
+    rank: int, *, iteration: int = 7, state: str = "S", stack: str = "all_reduce", age_s: float = 3.0, silent: bool = False
+) -> Hung:
     overdue = RankOverdue(0, 1, rank, "step", age_s, 3.0)
-    return Hung(f"a{rank}", rank, "n", iteration, age_s, state, stack, overdue)
+    return Hung(f"a{rank}", rank, "n", iteration, age_s, state, stack, overdue, silent)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +82,11 @@ def hung(rank: int, *, iteration: int = 7, state: str = "S", stack: str = "all_r
         ([hung(0, iteration=6), hung(1, state="T")], 1),
         ([hung(0), hung(1, iteration=6)], 1),
         ([hung(0), hung(1, stack="time.sleep")], 1),
+        ([hung(0, stack=SLEEPS), hung(1, stack=BACKWARD)], 0),
+        ([hung(0, stack=BACKWARD), hung(1, stack=SLEEPS)], 1),
+        ([hung(0), hung(1, stack=BACKWARD.replace('(idle): "Main', '(idle+gil): "Main'))], 1),
+        ([hung(0, stack="time.sleep"), hung(1, silent=True)], 1),
+        ([hung(0, stack=FAULTHANDLER), hung(1)], 0),
         ([hung(0), hung(1, age_s=9.0)], 1),
         ([hung(0), hung(1)], 0),
     ],
