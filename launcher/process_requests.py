@@ -44,6 +44,10 @@ def hear(turn: Turn, event: RankMessage) -> None:
     elif isinstance(message, wire.RankCheckpoint):
         turn.set_rank(event.local_rank, saved=rank.saved or bool(rank.signalled))
         turn.fact(wire.CheckpointCommitted(at_us, event.attempt, message.iteration, message.path, message.duration_s))
+    elif isinstance(message, wire.RankResumed):
+        turn.fact(wire.ResumedFrom(at_us, event.attempt, message.iteration, message.path))
+        if message.limits is not None:
+            turn.fact(wire.LimitsLoaded(at_us, event.attempt, message.limits))
     elif isinstance(message, wire.RankDeclares):
         turn.set_rank(event.local_rank, declared=message.exit_code, declared_reason=message.reason)
     elif isinstance(message, wire.RankRequestDone):

@@ -72,11 +72,17 @@ TORCHRUN_OPTIONS: Sequence[Option] = (
     ),
     _option("--standalone", switch=True, meaning="One node, no meeting point; wins over `--rdzv-*`."),
     _option("--max-restarts", default="0", meaning="Restarts after a failure, for the whole job: a hard bound."),
-    _option("--monitor-interval", default="0.1", meaning="Accepted without effect: the death of a rank is seen at once."),
+    _option(
+        "--monitor-interval",
+        default="0.1",
+        no_effect="the death of a rank is seen at once",
+        meaning="Accepted without effect: the death of a rank is seen at once.",
+    ),
     _option(
         "--start-method",
         default="spawn",
         choices=("spawn", "fork", "forkserver"),
+        no_effect="every rank is a fresh process",
         meaning="Accepted without effect: every rank is a fresh process.",
     ),
     _option(
@@ -138,7 +144,8 @@ TORCHRUN_OPTIONS: Sequence[Option] = (
         "--numa-binding",
         env=False,
         choices=("node", "socket", "exclusive", "core-complex"),
-        meaning="Bind each rank to the cores near its GPU.",
+        no_effect="ranks run on the cores that this launch may use; bind it with numactl or taskset",
+        meaning="Accepted without effect: ranks run on the cores that the launch may use.",
     ),
     _option(
         "--signals-to-handle",

@@ -35,7 +35,14 @@ from rsup.supervisor.events import (
 )
 from rsup.supervisor.hang import overdue, settle_collecting, stacks_taken
 from rsup.supervisor.operator_requests import operator_asked, request_done, signal_received
-from rsup.supervisor.progress import checkpoint_committed, guess_first_step, heard, sections_observed
+from rsup.supervisor.progress import (
+    checkpoint_committed,
+    guess_first_step,
+    heard,
+    limits_loaded,
+    resumed_from,
+    sections_observed,
+)
 from rsup.supervisor.rendezvous import agent_joined, form, known_dead, lost
 from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -92,6 +99,8 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.StacksTaken: _row(_log_only, collecting=stacks_taken),
     wire.SectionsObserved: _row(sections_observed),
     wire.CheckpointCommitted: _row(checkpoint_committed),
+    wire.ResumedFrom: _row(resumed_from),
+    wire.LimitsLoaded: _row(limits_loaded),
     wire.DeviceUsed: _row(device_used),
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),

@@ -5,10 +5,18 @@ from msgspec.structs import replace
 from rsup.supervisor.events import AgentHeard
 from rsup.supervisor.records import CheckpointSaved, SectionSaved
 from rsup.supervisor.rendezvous import found
-from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge
+from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge, take_over
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
-from rsup.supervisor.wire import CheckpointCommitted, Limits, RankBeat, SectionsObserved, SetLimits
+from rsup.supervisor.wire import (
+    CheckpointCommitted,
+    Limits,
+    LimitsLoaded,
+    RankBeat,
+    ResumedFrom,
+    SectionsObserved,
+    SetLimits,
+)
 
 _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING)
 NOTICEABLE_CHANGE = 0.05
@@ -101,6 +109,44 @@ def checkpoint_committed(turn: Turn, agent_id: str, fact: CheckpointCommitted) -
     turn.log("CheckpointCommitted", text, at_us=fact.at_us, node=state.agents[agent_id].info.node)
 
 
+def resumed_from(turn: Turn, agent_id: str, fact: ResumedFrom) -> None:
+    """The attempt goes on from that checkpoint: how much is done again is known exactly now.
+
+    The checkpoint may be one whose commit nobody lived to report; it is durable all the same.
+    """
+    state = turn.state
+    turn.log("ResumedFrom", f"resumed from {fact.path}: {fact.iteration} iterations are done", at_us=fact.at_us)
+    if fact.attempt != state.attempt or state.current is None:
+        return
+    current = replace(state.current, start_iteration=fact.iteration)
+    turn.record(current)
+    turn.change(current=current, checkpoint=max(state.checkpoint, fact.iteration))
+    incident = state.incident
+    if incident is not None and incident.attempt < state.attempt and incident.lost_iterations is not None:
+        reached = incident.lost_iterations + max(0, state.checkpoint)
+        incident = replace(incident, lost_iterations=max(0, reached - fact.iteration))
+        turn.record(incident)
+        turn.change(incident=incident)
+
+
+def limits_loaded(turn: Turn, agent_id: str, fact: LimitsLoaded) -> None:
+    """Limits came with the checkpoint: the start for this job's own, unless it has calculated some already."""
+    state = turn.state
+    limits = take_over(state.limits, state.spec.limits, fact.limits)
+    if limits is state.limits:
+        return
+    turn.change(limits=limits)
+    listed = ", ".join(limits.calculated)
+    turn.log("LimitsLoaded", f"limits that came with the checkpoint: {listed}", at_us=fact.at_us)
+    _push_limits(turn, "limits that came with the checkpoint")
+
+
+def _push_limits(turn: Turn, reason: str) -> None:
+    for member_id, member in list(turn.state.agents.items()):
+        if member.live_attempt and member.live_attempt == turn.state.attempt:
+            turn.command(member_id, SetLimits(0, reason, turn.state.limits))
+
+
 def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None:
     """Section times of one node: limits may be due."""
     state = turn.state
@@ -119,9 +165,7 @@ def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None
     use = "enforced" if limits.enforce_calculated else "reported only"
     reason = f"limits from observed times ({use}): {listed}"
     turn.log("SetLimits", reason, data={"limits": dict(new)})
-    for member_id, member in list(turn.state.agents.items()):
-        if member.live_attempt and member.live_attempt == turn.state.attempt:
-            turn.command(member_id, SetLimits(0, reason, limits))
+    _push_limits(turn, reason)
 
 
 def _noticeable(before: Limits, after: Limits) -> bool:

@@ -76,6 +76,25 @@ def calculate(limits: Limits, configured: Limits, observed: Observed, closing: b
     return (limits if changed == limits else changed), observed
 
 
+def take_over(limits: Limits, configured: Limits, loaded: Limits) -> Limits:
+    """`limits` with those calculated ones of `loaded` that this job neither has configured nor calculated itself."""
+    free = [
+        name
+        for name in loaded.calculated
+        if name not in limits.calculated and (configured.enforce_calculated or not _is_configured(configured, name))
+    ]
+    sections, out_of_section_s = dict(limits.sections), limits.out_of_section_s
+    for name in free:
+        if name == OUT_OF_SECTION:
+            out_of_section_s = loaded.out_of_section_s
+        elif loaded.sections.get(name) is not None:
+            sections[name] = loaded.sections[name]
+    calculated = sorted({*limits.calculated, *free})
+    if not free:
+        return limits
+    return replace(limits, sections=sections, out_of_section_s=out_of_section_s, calculated=calculated)
+
+
 def _is_configured(configured: Limits, name: str) -> bool:
     if name == OUT_OF_SECTION:
         return configured.out_of_section_s is not None

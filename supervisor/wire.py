@@ -297,6 +297,21 @@ class CheckpointCommitted(Fact, frozen=True):
     duration_s: float = 0.0
 
 
+class ResumedFrom(Fact, frozen=True):
+    """The training of this attempt goes on from a checkpoint: `iteration` iterations are done. Reported by one rank."""
+
+    attempt: int
+    iteration: int
+    path: str
+
+
+class LimitsLoaded(Fact, frozen=True):
+    """Limits that an earlier run calculated, as kept with the checkpoint that was loaded."""
+
+    attempt: int
+    limits: Limits
+
+
 class DeviceUsed(Fact, frozen=True):
     """The device that a rank really uses, as the rank itself found out."""
 
@@ -343,6 +358,8 @@ AnyFact = (
     | StacksTaken
     | SectionsObserved
     | CheckpointCommitted
+    | ResumedFrom
+    | LimitsLoaded
     | DeviceUsed
     | SignalReceived
     | RequestDone
@@ -552,6 +569,14 @@ class RankCheckpoint(Struct, frozen=True, tag=True):
     duration_s: float = 0.0
 
 
+class RankResumed(Struct, frozen=True, tag=True):
+    """Training goes on from a checkpoint of `iteration`; `limits`: those kept with it, None where there were none."""
+
+    iteration: int
+    path: str
+    limits: Limits | None = None
+
+
 class RankDeclares(Struct, frozen=True, tag=True):
     """The exit code that this rank is about to use on purpose, and why."""
 
@@ -571,7 +596,7 @@ class RankNote(Struct, frozen=True, tag=True):
     text: str
 
 
-RankToAgent = RankHello | RankCheckpoint | RankDeclares | RankRequestDone | RankNote
+RankToAgent = RankHello | RankCheckpoint | RankResumed | RankDeclares | RankRequestDone | RankNote
 
 
 class SaveNow(Struct, frozen=True, tag=True):

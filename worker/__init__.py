@@ -31,6 +31,7 @@ __all__ = [
     "report_checkpoint",
     "request_done",
     "requested",
+    "resumed",
     "section",
     "set_iteration",
     "shutdown",
@@ -78,6 +79,14 @@ def request_done(request_id: str, iteration: int) -> None:
 def report_checkpoint(iteration: int, path: str, duration_s: float = 0.0) -> None:
     """A checkpoint of `iteration` has become durable at `path`. One rank reports it."""
     (_session or init()).send(_wire.RankCheckpoint(iteration, path, duration_s))
+
+
+def resumed(iteration: int, path: str, limits: _wire.Limits | None = None) -> None:
+    """Training goes on from the checkpoint at `path`: `iteration` iterations are done. One rank reports it.
+
+    `limits`: the ones kept beside the checkpoint; calculation goes on from them.
+    """
+    (_session or init()).send(_wire.RankResumed(iteration, path, limits))
 
 
 def declare_exit(code: int, reason: str) -> None:

@@ -66,6 +66,8 @@ def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
         wire.SectionsObserved: {"attempt": attempt, "sections": {"step": wire.SectionSeen(0.1, 20)}},
         wire.CheckpointCommitted: {"attempt": attempt, "iteration": 5, "path": "/c"},
         wire.DeviceUsed: {"attempt": attempt, "rank": 0, "uuid": "GPU-1"},
+        wire.ResumedFrom: {"attempt": attempt, "iteration": 5, "path": "/c"},
+        wire.LimitsLoaded: {"attempt": attempt, "limits": wire.Limits(sections={"step": 3.0}, calculated=["step"])},
         wire.SignalReceived: {"signal": 15},
         wire.RequestDone: {"request_id": "r", "done": True},
         wire.Note: {"level": "info", "text": "hello"},
@@ -454,3 +456,38 @@ def test_ranks_ended_by_their_own_launcher_are_a_lost_node_not_a_crash() -> None
     driver.exit("a", 0, 137, signal=9, by_us="the supervisor was not heard for 30 s (fence timeout)")
     (incident,) = driver.incidents()
     assert incident.kind == "agent-lost" and "fence timeout" in incident.text
+
+
+def restarted(policy: wire.RestartPolicy) -> Driver:
+    """Rank 1 died at iteration 42 with iteration 30 durable; attempt 2 has started."""
+    driver = Driver(spec(policy=policy)).run_nodes("a")
+    driver.say("a", wire.CheckpointCommitted(driver.now().us, 1, 30, "/c/30"))
+    driver.beat("a", 42)
+    driver.exit("a", 1, 137, signal=9, iteration=42)
+    driver.gone("a")
+    driver.wait(0.1)
+    driver.start()
+    return driver
+
+
+def test_what_is_done_again_is_known_from_where_training_resumed() -> None:
+    driver = restarted(wire.RestartPolicy(max_restarts=3))
+    assert driver.incidents()[0].lost_iterations == 12
+    driver.say("a", wire.ResumedFrom(driver.now().us, 2, 40, "/c/40"))  # durable, but nobody lived to report it
+    assert driver.incidents()[0].lost_iterations == 2
+    assert driver.state.current is not None and driver.state.current.start_iteration == 40
+    driver.say("a", wire.ResumedFrom(driver.now().us, 1, 10, "/c/10"))  # of the attempt before: decides nothing
+    assert driver.state.current.start_iteration == 40
+
+
+def test_limits_that_came_with_the_checkpoint_go_to_the_agents_and_never_replace_configured_ones() -> None:
+    driver = Driver(spec(limits=wire.Limits(sections={"step": 3.0}))).run_nodes("a")
+    loaded = wire.Limits(sections={"step": 50.0, "setup": 20.0}, calculated=["setup", "step"])
+    driver.say("a", wire.LimitsLoaded(driver.now().us, 1, loaded))
+    assert driver.state.limits.sections == {"step": 3.0, "setup": 20.0}
+    assert driver.state.limits.calculated == ["setup"]
+    command = driver.last_command("a")
+    assert isinstance(command, wire.SetLimits) and command.limits == driver.state.limits
+    num_commands = len(driver.state.agents["a"].outbox)
+    driver.say("a", wire.LimitsLoaded(driver.now().us, 1, loaded))
+    assert len(driver.state.agents["a"].outbox) == num_commands, "nothing new: nothing is pushed"

@@ -9,6 +9,8 @@ from rsup.supervisor.wire import Limits
 from rsup.worker.checkpoint_directory import write_durably
 
 FT_STATE_FILE = "ft_state.json"
+OUT_OF_SECTION = "out-of-section"
+"""What `Limits.calculated` calls the limit outside of all sections."""
 
 
 class Sections(Protocol):
@@ -63,6 +65,26 @@ def write_ft_state(folder: Path, limits: Limits) -> None:
         "section": limits.sections,
         "out_of_section": limits.out_of_section_s,
         "calculated_sections": [name for name in limits.calculated if name in limits.sections],
-        "is_out_of_section_calculated": "out_of_section" in limits.calculated,
+        "is_out_of_section_calculated": OUT_OF_SECTION in limits.calculated,
     }
     write_durably(folder / FT_STATE_FILE, json.dumps({"current_timeouts": {"section": section}}, indent=1) + "\n")
+
+
+def read_ft_state(folder: Path) -> Limits | None:
+    """The calculated limits kept beside the checkpoints, None where there are none. Raise `ValueError` for another file."""
+    try:
+        content = json.loads((folder / FT_STATE_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    try:
+        state = content["current_timeouts"]["section"]
+        calculated = [*state["calculated_sections"], *([OUT_OF_SECTION] if state["is_out_of_section_calculated"] else [])]
+        sections = {str(name): float(state["section"][name]) for name in state["calculated_sections"]}
+        out_of_section_s = state["out_of_section"]
+        return Limits(
+            sections=dict(sections),
+            out_of_section_s=None if out_of_section_s is None else float(out_of_section_s),
+            calculated=calculated,
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it lacks {error}") from None

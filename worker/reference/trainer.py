@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rsup.worker
 from rsup.supervisor.places import runtime_dir
+from rsup.supervisor.wire import Limits
 from rsup.worker.checkpoint import Checkpointer, SaveResult, find_whole_checkpoint
 from rsup.worker.checkpoint_directory import CheckpointDirectory, CheckpointError, Owner
 from rsup.worker.deterministic import parameter_digest, rank_order_hook
@@ -20,7 +21,7 @@ from rsup.worker.faults import FaultPlan
 from rsup.worker.reference.agreement import Agreement, ExitSignal
 from rsup.worker.reference.data import load_text
 from rsup.worker.reference.evaluate import evaluate
-from rsup.worker.reference.hooks import Sections, write_ft_state
+from rsup.worker.reference.hooks import Sections, read_ft_state, write_ft_state
 from rsup.worker.reference.model import GPT, mean_loss
 from rsup.worker.reference.optimizer_schedule import LearningRate
 from rsup.worker.reference.options import Options
@@ -195,6 +196,8 @@ class Trainer:
         self.progress = restore(found, tensors, self.options, self.ranks, self.training.digest, self.warn)
         self._durable_iteration = self.progress.iteration if load_dir == self.options.save_dir else -1
         self.sections.on_checkpoint_loaded()
+        if self.ranks.rank == 0:
+            rsup.worker.resumed(self.progress.iteration, str(found.path), self._read_ft_state(found.path.parent))
         self.say(f"resumed from {found.path}: {self.progress.iteration} iterations, {self.progress.consumed_samples} samples")
 
     def _carry_out(self, decision: Decision) -> None:
@@ -241,6 +244,13 @@ class Trainer:
                 rsup.worker.report_checkpoint(result.iteration, str(result.path), result.duration_s)
                 self._write_ft_state()
         self._agreement.close_requests(result.iteration)
+
+    def _read_ft_state(self, folder: Path) -> Limits | None:
+        try:
+            return read_ft_state(folder) if self.options.calc_ft_timeouts else None
+        except (OSError, ValueError) as error:
+            self.warn(f"the limits kept in {folder} are not used: {error}")
+            return None
 
     def _write_ft_state(self) -> None:
         limits = rsup.worker.limits() if self.options.calc_ft_timeouts else None

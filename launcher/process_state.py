@@ -1,0 +1,140 @@
+"""What the agent's process machine remembers: frozen data, no behaviour. Times are of the node's monotonic clock."""
+
+import enum
+
+from msgspec import Struct
+
+from rsup.supervisor import wire
+
+
+class Phase(enum.StrEnum):
+    """Where the agent stands."""
+
+    IDLE = "idle"
+    """Joining, or joined and without an attempt."""
+    PARKED = "parked"
+    """A spare."""
+    HOSTING = "hosting"
+    """Told to bind the store of an attempt whose ranks are not ordered yet."""
+    RUNNING = "running"
+    """Ranks are ordered. Their pids are 0 until `RanksSpawned`."""
+    STOPPING = "stopping"
+    """The attempt is being brought to an end: ranks were signalled, or all have exited and their descendants are reaped."""
+    GONE = "gone"
+    """No process of the attempt is left; the supervisor's decision is awaited."""
+    ENDED = "ended"
+    """`Exit` has been said."""
+
+
+NO_LIMITS = wire.Limits()
+
+
+class Gap(Struct, frozen=True):
+    """A stretch in which this process did not run (SIGSTOP, suspended VM), on the monotonic clock."""
+
+    start_ns: int
+    end_ns: int
+
+
+class Settings(Struct, frozen=True):
+    """What the user chose. Seconds."""
+
+    stop_grace_s: float = 30.0
+    supervisor_grace_s: float = 300.0
+    fence_timeout_s: float | None = None
+    join_timeout_s: float = 600.0
+    node: str = ""
+
+
+class Rank(Struct, frozen=True):
+    """One local rank of the current attempt. `signalled`: why we signalled it or asked it to leave, empty if we did not."""
+
+    rank: int
+    pid: int = 0
+    exit_code: int | None = None
+    signalled: str = ""
+    takes_requests: bool = False
+    declared: int = 0
+    declared_reason: str = ""
+    saved: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_code is None
+
+
+class Stop(Struct, frozen=True):
+    """How the attempt is being ended. `kill_at` and `killed_at` on the monotonic clock, None: not planned, not yet."""
+
+    why: str
+    signum: int
+    kill_at: float | None
+    killed_at: float | None = None
+    said_stuck: bool = False
+
+
+class Request(Struct, frozen=True):
+    """A save or leave request that the local ranks in `waiting` have not taken up."""
+
+    request_id: str
+    leave: bool
+    waiting: frozenset[int]
+
+
+class Ending(Struct, frozen=True):
+    """How the agent will end as soon as its ranks are gone."""
+
+    result: wire.JobResult
+    report: str = ""
+
+
+class AgentState(Struct, frozen=True):
+    """All that the machine remembers. Times on the monotonic clock, moved by every gap."""
+
+    settings: Settings
+    phase: Phase
+    contact_at: float
+    """When the decider was last heard; before that, when we began to call it."""
+    tick_at: float
+    joined: bool = False
+    job_id: str = ""
+    run: int = 0
+    epoch: int = 0
+    store: str = ""
+    """The supervisor's store: another one knows nothing of the commands that we performed."""
+    last_command: int = 0
+    start: wire.StartAttempt | None = None
+    """The order that the current or last attempt was started with."""
+    ranks: tuple[Rank, ...] = ()
+    exits: tuple[wire.RankExited, ...] = ()
+    """How ranks of the current or last attempt ended, oldest first: for the report."""
+    why_stopped: str = ""
+    """Why the decider ended the current or last attempt."""
+    limits: wire.Limits = NO_LIMITS
+    stop: Stop | None = None
+    reaping: bool = False
+    requests: tuple[Request, ...] = ()
+    next_start: wire.StartAttempt | None = None
+    """Waits until the ranks of the attempt before are gone."""
+    ending: Ending | None = None
+    signum: int = 0
+    """The first signal that told us to stop."""
+    failed_at: float | None = None
+    """When a rank failed by itself; a decision has been due since then."""
+    leave_at: float | None = None
+    """After a signal, without ranks: when to go without the decider's word."""
+    gaps: tuple[Gap, ...] = ()
+    num_dropped: int = 0
+    """Orders of an older epoch."""
+    num_unexpected: int = 0
+    """Events that had no place in the phase they came in."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current or last attempt, 0 before the first."""
+        return self.start.attempt if self.start else 0
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Local ranks whose process has not ended."""
+        return tuple(i for i, rank in enumerate(self.ranks) if rank.alive)
