@@ -8,17 +8,17 @@ and their results are the next events. Nothing of the loop waits for a rank, a d
 import os
 import queue
 import selectors
-import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from rsup.launcher import process_events as ev
+from rsup.launcher.agent_keeper import AgentKeeper
 from rsup.launcher.agent_parts import open_parts, where_to_look
-from rsup.launcher.keeper import Keeper
+from rsup.launcher.keeper_process import DELIVER_WITHIN_S
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.process_ending import HAS_PROCESSES
 from rsup.launcher.process_machine import decide, new_state
@@ -58,16 +58,22 @@ class Agent:
         self._group: RankGroup | None = None
         self._has_new_facts = False
         self._said_where = False
+        self._said_notice = ""
         self._stacks: queue.SimpleQueue[ev.StacksReady] = queue.SimpleQueue()
         self._next_report_s = self._next_sections_s = 0.0
         self._num_faults = 0
+        self._why_left = "the launcher failed"
+        self._handed_over = False
 
-        self._parts = parts = open_parts(options, stack, succeeded=lambda: self._exit_code == 0)
+        self._parts = parts = open_parts(
+            options, stack, succeeded=lambda: self._exit_code == 0, keep_spool=lambda: self._handed_over
+        )
         self._agent_id, self._places = parts.agent.agent_id, parts.places
         self._decider, self._client, self._spool = parts.decider, parts.client, parts.spool
         self._logs, self._board, self._link, self._signals = parts.logs, parts.board, parts.link, parts.signals
+        self._state = new_state(parts.settings, self._now())
         self._keeper = self._start_keeper()
-        stack.callback(self._dismiss_keeper)
+        stack.callback(self._let_keeper_go)
         stack.callback(self._end_ranks)
 
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -76,7 +82,6 @@ class Agent:
         self._watch(self._signals, self._hear_signals)
         self._watch(self._link, self._hear_ranks)
         self._watch(self._wake_fd, self._hear_threads)
-        self._state = new_state(parts.settings, self._now())
         if self._board.problem:
             self._say(f"rsup: {self._board.problem}; ranks run unwatched")
             self._events.append(ev.Noticed("warning", self._board.problem))
@@ -175,8 +180,7 @@ class Agent:
                 self._events.append(ev.Refused(message))
             else:
                 self._events.append(ev.Welcomed(message))
-                self._keeper.set_supervisor(self._client.address, self._decider.key)
-                self._keeper.set_member(self._client.agent, self._client.spec, message.epoch)
+                self._keeper.use(self._client, self._decider.key, message.epoch)
                 self._say_where(message)
 
     def _hear_signals(self) -> None:
@@ -209,34 +213,29 @@ class Agent:
         while not self._stacks.empty():
             self._events.append(self._stacks.get())
 
-    def _hear_keeper(self) -> None:
-        for notice in self._keeper.read_notices():
-            self._say(f"rsup: {notice}")
-            self._events.append(ev.Noticed("warning", notice))
+    def _hear_keeper(self, notice: str) -> None:
+        self._say(f"rsup: {notice}")
+        self._events.append(ev.Noticed("warning", notice))
 
-    def _keeper_died(self) -> None:
-        self._selector.unregister(self._keeper)
-        self._selector.unregister(self._keeper.notices_fileno())
-        self._keeper.close()
-        self._keeper = self._start_keeper()
-        if self._group:
-            self._keeper.set_sessions(self._group.sessions)
-        self._keeper.set_supervisor(self._client.address, self._decider.key)
-        self._keeper.set_member(self._client.agent, self._client.spec, self._state.epoch)
-        self._events.append(ev.Noticed("warning", "the launcher's keeper process died and was started again"))
+    def _start_keeper(self) -> AgentKeeper:
+        places = self._places
+        files = (self._board.path, places.rank_socket, places.stacks_dir, self._logs.temporary_dir, places.logs)
+        remove = [path for path in files if path]
+        return AgentKeeper(self._agent_id, places, remove, self._selector, self._hear_keeper)
 
-    def _start_keeper(self) -> Keeper:
-        files = [path for path in (self._board.path, self._places.rank_socket) if path]
-        keeper = Keeper.start(os.getpid(), self._agent_id, self._agent_id, self._places.spool, remove=files)
-        self._watch(keeper, self._keeper_died)
-        self._watch(keeper.notices_fileno(), self._hear_keeper)
-        return keeper
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the supervisor knows all that it will ever hear of us: it never knew us, or it ended the job and has our
+        last facts."""
+        return not self._state.joined or (self._state.told and not len(self._spool))
 
-    def _dismiss_keeper(self) -> None:
-        """All it could do for us is done; waiting for its goodbye (it may be importing torch) would only cost time."""
-        with suppress(ProcessLookupError):
-            os.kill(self._keeper.pid, signal.SIGKILL)
-        self._keeper.close()
+    def _let_keeper_go(self) -> None:
+        if self._is_settled:
+            self._keeper.dismiss()
+            return
+        self._handed_over = True
+        if not self._keeper.hand_over(self._why_left):
+            self._say(f"rsup: the keeper has died too: how this ended stays in {self._places.spool}")
 
     # ------------------------------------------------------------------------------------------------------- actions
 
@@ -245,8 +244,6 @@ class Agent:
         self._has_new_facts = True
 
     def _bind_store(self, action: ev.BindStore) -> None:
-        for attempt in range(max(1, action.attempt - 2), action.attempt):
-            self._keeper.drop_store(attempt)
         try:
             port = self._keeper.host_store(action.attempt, self._parts.agent.host, action.port)
         except RsupError as error:
@@ -294,6 +291,10 @@ class Agent:
             self._keeper.set_sessions(())
             self._events.append(ev.AllReaped(group.start.attempt))
 
+    def _name_survivors(self, action: ev.NameSurvivors) -> None:
+        if self._group:
+            self._events.append(ev.SurvivorsNamed(action.attempt, self._group.survivors((self._keeper.pid,))))
+
     def _observe_sections(self, action: ev.ObserveSections) -> None:
         self._read_sections(closing=True)
 
@@ -334,6 +335,7 @@ class Agent:
 
     def _exit(self, action: ev.Exit) -> None:
         self._exit_code = action.code
+        self._why_left = f"exit code {action.code}, {action.reason}"
 
     # ---------------------------------------------------------------------------------------------------------- people
 
@@ -341,10 +343,12 @@ class Agent:
         self._logs.say(text)
 
     def _say_where(self, welcome: wire.Welcome) -> None:
-        if self._said_where:
-            return
-        self._said_where = True
-        self._say(where_to_look(self._options, welcome))
+        if not self._said_where:
+            self._said_where = True
+            self._say(where_to_look(self._options, welcome))
+        if welcome.supervisor.notice not in ("", self._said_notice):
+            self._said_notice = welcome.supervisor.notice
+            self._say(f"rsup: {self._said_notice}")
 
     def _say_farewell(self) -> None:
         """Give the last facts a moment to be committed, then say goodbye."""
@@ -353,8 +357,12 @@ class Agent:
         while len(self._spool) and self._client.connected and time.monotonic() < until_s:
             if self._selector.select(0.02):
                 self._client.poll()
-        if self._state.joined:
+        if self._state.joined and not len(self._spool):  # ahead of facts it would say that we died before them
             self._client.send_bye()
+        elif self._state.joined:
+            keeper = f"process {self._keeper.pid} goes on telling it for {DELIVER_WITHIN_S:.0f} s"
+            what = f"it cannot be told: {self._spool.file_error}" if self._spool.file_error else keeper
+            self._say(f"rsup: the supervisor has not heard all of how this ended; {what}")
 
     def _end_ranks(self) -> None:
         """Whatever happened: no rank outlives its agent."""
@@ -373,6 +381,7 @@ _PERFORM: dict[type, Callable[[Agent, Any], None]] = {
     ev.SpawnRanks: Agent._spawn_ranks,
     ev.SignalRanks: Agent._signal_ranks,
     ev.ReapAll: Agent._reap_all,
+    ev.NameSurvivors: Agent._name_survivors,
     ev.ObserveSections: Agent._observe_sections,
     ev.CollectStacks: Agent._collect_stacks,
     ev.AskRanks: Agent._ask_ranks,

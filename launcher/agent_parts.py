@@ -13,13 +13,14 @@ from rsup.launcher.decider import Decider, choose_route, reachable_host
 from rsup.launcher.inventory import local_devices
 from rsup.launcher.launch_options import LaunchOptions, job_spec
 from rsup.launcher.logs import LogOptions, LogPump
-from rsup.launcher.process_events import Settings
+from rsup.launcher.process_state import Settings
 from rsup.launcher.processes import become_subreaper
 from rsup.launcher.rank_link import RankLink
 from rsup.launcher.spool import Spool
 from rsup.launcher.stop_signals import SignalInbox
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places, wire
+from rsup.supervisor.heartbeat_board import process_start_ticks
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class AgentParts:
     client: SupervisorClient
 
 
-def open_parts(options: LaunchOptions, stack: ExitStack, succeeded: Callable[[], bool]) -> AgentParts:
+def open_parts(
+    options: LaunchOptions, stack: ExitStack, succeeded: Callable[[], bool], keep_spool: Callable[[], bool]
+) -> AgentParts:
     """Open everything. `succeeded` is asked at the end: after success a temporary log directory is removed.
+    `keep_spool` too: whether somebody goes on delivering it.
 
     Main thread only. Raise `RsupError` for a directory, address or key that cannot be used.
     """
@@ -50,9 +54,11 @@ def open_parts(options: LaunchOptions, stack: ExitStack, succeeded: Callable[[],
     decider = Decider(options, choose_route(options))
     stack.callback(decider.close)
     agent_places = make_places(agent_id)
-    stack.callback(agent_places.remove)
+    stack.callback(lambda: agent_places.remove(keep_spool=keep_spool()))
     logs = LogPump(_log_options(options), options.nproc_per_node)
     stack.callback(lambda: logs.close(success=succeeded()))
+    if logs.temporary_dir:
+        agent_places.remember_logs(logs.temporary_dir)
     board = BoardReader(options.nproc_per_node, agent_places.runtime_dir)
     stack.callback(board.close)
     link = RankLink(agent_places.rank_socket)
@@ -84,6 +90,7 @@ def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider) -> wire
         node_rank=options.node_rank,
         num_ranks=options.nproc_per_node,
         devices=local_devices(options.nproc_per_node),
+        start_ticks=process_start_ticks(os.getpid()),
     )
 
 

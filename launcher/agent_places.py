@@ -23,10 +23,17 @@ class AgentPlaces:
     spool: Path
     rank_socket: Path
     stacks_dir: Path
+    logs: Path
+    """A link to the temporary log directory: so that it is found when nobody has survived to remove it."""
 
-    def remove(self) -> None:
-        """Remove what is there."""
-        for path in (self.spool, self.rank_socket):
+    def remember_logs(self, folder: Path) -> None:
+        """Name the temporary log directory, where there is one."""
+        with contextlib.suppress(OSError):
+            self.logs.symlink_to(folder)
+
+    def remove(self, *, keep_spool: bool = False) -> None:
+        """Remove what is there. `keep_spool`: somebody still delivers it."""
+        for path in (self.rank_socket, self.logs) if keep_spool else (self.rank_socket, self.logs, self.spool):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.stacks_dir, ignore_errors=True)
 
@@ -38,7 +45,8 @@ def make_places(agent_id: str) -> AgentPlaces:
     stem = f"{_PREFIX}{os.getpid()}-{agent_id[:8]}"
     stacks_dir = runtime_dir / f"{stem}.stacks"
     stacks_dir.mkdir(mode=0o700, exist_ok=True)
-    return AgentPlaces(runtime_dir, runtime_dir / f"{stem}.spool", runtime_dir / f"{stem}.ranks", stacks_dir)
+    spool, rank_socket, logs = (runtime_dir / f"{stem}.{suffix}" for suffix in ("spool", "ranks", "logs"))
+    return AgentPlaces(runtime_dir, spool, rank_socket, stacks_dir, logs)
 
 
 def _remove_dead(runtime_dir: Path) -> None:
@@ -50,5 +58,8 @@ def _remove_dead(runtime_dir: Path) -> None:
         with contextlib.suppress(OSError):
             if path.suffix == ".stacks":
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix != ".spool" or time.time() - path.stat().st_mtime > _SPOOL_KEPT_S:
+                continue
+            if path.is_symlink():  # .logs
+                shutil.rmtree(path.readlink(), ignore_errors=True)
+            if path.suffix != ".spool" or time.time() - path.stat().st_mtime > _SPOOL_KEPT_S:
                 path.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rsup.launcher import board_watch
 from rsup.launcher.board_watch import WatchedRank, WatchState
-from rsup.launcher.process_events import AgentState
+from rsup.launcher.process_state import AgentState
 from rsup.launcher.rank_group import RankGroup, is_debugged
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import Board, BoardError, SlotSample

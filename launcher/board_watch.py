@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rsup.launcher.process_events import Gap
+from rsup.launcher.process_state import Gap
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import FLAG_ASYNC_SAVE, FLAG_DEBUGGER, FLAG_LOADED_PERSISTENT, SectionSample, SlotSample
 

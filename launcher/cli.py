@@ -39,6 +39,7 @@ VERBS = {
     "stacks": Verb("take or show the stacks of a job's ranks", _QUERY, wants_name=True),
     "checkpoint": Verb("ask a job for a checkpoint", _QUERY, wants_name=True),
     "stop": Verb("ask a job to save and end", _QUERY, wants_name=True),
+    "fence": Verb("declare a node dead that does not answer", _QUERY, wants_name=True),
     "db": Verb("back up, check or upgrade the store", "rsup.supervisor.db_cli"),
     "doctor": Verb("see whether this machine has what rsup needs", "rsup.launcher.doctor"),
     "demo": Verb("a training that loses a rank, hangs, and ends all the same", "rsup.launcher.demo"),

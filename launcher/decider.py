@@ -178,7 +178,11 @@ class Decider:
         self._embedded = self._start_embedded()
         address = self._address()
         self.client.use_address(address, self._key_for(address))
-        return f"rsup: the supervisor at {shared} did not answer within {FALLBACK_AFTER_S:g} s; an embedded one takes its place"
+        return (
+            f"rsup: the supervisor at {shared} did not answer within {FALLBACK_AFTER_S:g} s; an embedded one takes its place "
+            f"and keeps this job's records in {options.state_dir}: once the job has ended, hand them over there with "
+            f"`rsup db merge {options.state_dir}` (see `rsup db merge --help`)"
+        )
 
     def _start_embedded(self) -> EmbeddedSupervisor | None:
         if not self.route.is_embedded:

@@ -94,7 +94,7 @@ FT_OPTIONS: Sequence[Option] = (
         *("enable-dist-storage-healthcheck", "storage-health-check-path", "storage-healthcheck-path"),
     ),
     *_ignored("nodes keep the order of --node-rank", "segment"),
-    *_ignored("use --numa-binding", "numa-bind-strict"),
+    *_ignored("bind the launch itself with numactl or taskset", "numa-bind-strict"),
     *_ignored(
         "use --log-dir with --redirects or --tee; each node writes its own files",
         *("per-cycle-applog-prefix", "nvrx-logfile", "enable-log-server", "log-server-port", "log-aggregator-count"),

@@ -163,6 +163,16 @@ class Keeper:
             if self._popen.returncode == 0 or not self._log_path.stat().st_size:
                 self._log_path.unlink()
 
+    def hand_over(self, reason: str) -> bool:
+        """Leave everything to the keeper: as soon as this process has ended it delivers the spool, and why we went. False:
+        it has died. The socket stays open until then; nothing else may be called afterwards."""
+        alive = self._send(companion.HandOver(reason))
+        self._link.detach()
+        self._popen.returncode = 0  # it outlives us: nobody waits for it
+        os.close(self._pidfd)
+        self._pidfd = -1
+        return alive
+
     def _bind(self, host: str, port: int) -> socket.socket:
         while True:
             try:

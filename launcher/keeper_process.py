@@ -1,8 +1,9 @@
 """The keeper: a companion process of one agent. Run as `python -m rsup.launcher.keeper_process FD AGENT_ID` by `keeper.Keeper`.
 
-It serves the attempts' TCPStores, and waits for the agent's end. A goodbye: it just goes. Anything else: it kills what
-carries the agent's mark, waits until that is gone, removes the agent's files, and delivers the rest of the agent's spool
-with an `AgentGone`. Signals for a job's processes (SIGINT, SIGTERM, SIGHUP) are the agent's business: it ignores them.
+It serves the attempts' TCPStores, and waits for the agent's end. A goodbye: it just goes. Anything else, also a hand-over of
+an agent that could not tell its supervisor how it ended: it kills what carries the agent's mark, waits until that is gone,
+removes the agent's files, and delivers the rest of the agent's spool with an `AgentGone`. Signals for a job's processes
+(SIGINT, SIGTERM, SIGHUP) are the agent's business: it ignores them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
 MAX_PACKET_BYTES = 128 * 1024
 AGENT_PATIENCE_S = 2.0
 REAP_WITHIN_S = 30.0
-DELIVER_WITHIN_S = 60.0
+DELIVER_WITHIN_S = 300.0
+"""As long as a launch by default waits for its supervisor when a decision is due. What is left then stays in the spool."""
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -83,11 +85,17 @@ class DropAttempt(Struct, frozen=True, tag=True):
     attempt: int
 
 
+class HandOver(Struct, frozen=True, tag=True):
+    """The agent ends on its own word and tells why: its end may be news to the supervisor."""
+
+    reason: str
+
+
 class Goodbye(Struct, frozen=True, tag=True):
     """The agent ends in good order."""
 
 
-ToKeeper = Begin | UseSupervisor | UseMember | UseSessions | UseFiles | HostAttempt | DropAttempt | Goodbye
+ToKeeper = Begin | UseSupervisor | UseMember | UseSessions | UseFiles | HostAttempt | DropAttempt | HandOver | Goodbye
 decode = msgspec.msgpack.Decoder(ToKeeper).decode
 encode = msgspec.msgpack.Encoder().encode
 
@@ -102,6 +110,7 @@ class KeeperProcess:
         self._member: UseMember | None = None
         self._sessions: list[int] = []
         self._paths: list[str] = []
+        self._why_gone = "ended without a word"
         self._goodbye = False
         self._stores = StoreHost(self._say)
 
@@ -164,6 +173,8 @@ class KeeperProcess:
             self._stores.host(message.attempt, message.port, descriptors[0])
         elif isinstance(message, DropAttempt):
             self._stores.drop(message.attempt)
+        elif isinstance(message, HandOver):
+            self._why_gone = f"left: {message.reason}"
         else:
             self._goodbye = True
         return True
@@ -188,15 +199,19 @@ class KeeperProcess:
         survivors = reap_everything(self._begin.mark, self._sessions, time.monotonic() + REAP_WITHIN_S)
         for path in self._paths:
             _remove(path)
+        delivered = True
         if self._member is not None and self._supervisor.address:
-            deliver(self._begin.spool_path, self._supervisor, self._member, self._last_fact(survivors))
-        _remove(self._begin.log_path)
+            delivered = deliver(self._begin.spool_path, self._supervisor, self._member, self._last_fact(survivors))
+        if delivered:
+            _remove(self._begin.log_path)
+        else:  # spool and this line stay for whoever looks
+            print(f"not delivered to {self._supervisor.address}: {self._begin.spool_path}", file=sys.stderr)
 
     def _last_fact(self, survivors: list[Survivor]) -> wire.Note | wire.AgentGone:
         """`AgentGone` only when that is true."""
-        who = f"the launcher (pid {self._begin.agent_pid}) on {places.this_host()} ended without a word"
+        who = f"the launcher (pid {self._begin.agent_pid}) on {places.this_host()} {self._why_gone}"
         if survivors:
-            stuck = ", ".join(f"{s.pid} ({s.command}, {s.state})" for s in survivors)
+            stuck = ", ".join(map(str, survivors))
             return wire.Note(
                 wire.now_us(), "error", f"{who}, and cannot be called dead: {stuck} cannot be killed; fence the node"
             )
@@ -204,7 +219,8 @@ class KeeperProcess:
 
 
 def deliver(spool_path: str, supervisor: UseSupervisor, member: UseMember, last: wire.Note | wire.AgentGone) -> bool:
-    """Deliver what the spool holds and then `last`, until it is acknowledged or refused, at most `DELIVER_WITHIN_S`."""
+    """Deliver what the spool holds and then `last`, at most `DELIVER_WITHIN_S`. True once it is acknowledged,
+    or refused: then nobody wants it."""
     from rsup.launcher.spool import Spool
     from rsup.launcher.supervisor_client import SupervisorClient
 
@@ -222,10 +238,10 @@ def deliver(spool_path: str, supervisor: UseSupervisor, member: UseMember, last:
             refused = any(isinstance(message, wire.Refusal) for message in client.poll())
             if len(spool) and not refused:
                 selector.select(0.2)
-    delivered = not len(spool)
+    settled = refused or not len(spool)
     client.close()
-    spool.close(remove=delivered or refused)
-    return delivered
+    spool.close(remove=settled)
+    return settled
 
 
 def _remove(path: str) -> None:

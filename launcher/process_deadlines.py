@@ -3,7 +3,8 @@
 from msgspec.structs import replace
 
 from rsup.launcher.process_ending import HAS_PROCESSES, end_after_ranks, finish, kill_ranks, signal_ending
-from rsup.launcher.process_events import AgentState, Ending, Gap, Phase, Tick
+from rsup.launcher.process_events import NameSurvivors, Tick
+from rsup.launcher.process_state import AgentState, Ending, Gap, Phase
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
 
@@ -15,7 +16,9 @@ HURRIED_LEAVE_S = 1.0
 SUCCEEDED_LEAVE_S = 15.0
 """All ranks of the job were here and exited 0: nothing is left to decide, so a silent decider is not waited for."""
 STUCK_AFTER_S = 30.0
-"""A process that outlives its SIGKILL this long cannot be ended from here."""
+"""A process that outlives its SIGKILL this long cannot be ended from here: it is named."""
+GIVE_UP_AFTER_S = 90.0
+"""The decider ends such a job after the grace and 60 s; an agent that hears nothing of that goes by itself."""
 MAX_GAPS = 64
 
 
@@ -23,7 +26,8 @@ def tick(turn: Turn, event: Tick) -> None:
     """Do what time alone asks for."""
     _account_for_suspension(turn)
     _kill_when_due(turn)
-    _fence_when_due(turn)
+    _give_up_when_stuck(turn)
+    fence_when_due(turn)
     _leave_when_due(turn)
 
 
@@ -43,11 +47,12 @@ def _account_for_suspension(turn: Turn) -> None:
         gaps=gaps,
         stop=stop,
         contact_at=state.contact_at + late_s,
+        reap_at=_later(state.reap_at, late_s),
         failed_at=_later(state.failed_at, late_s),
         leave_at=_later(state.leave_at, late_s),
     )
     if state.phase in HAS_PROCESSES:
-        turn.note("warning", f"the launcher did not run for {late_s:.1f} s (suspended?); every deadline was moved by that")
+        turn.note("warning", f"the launcher did not run for {late_s:.1f} s (suspended?): limits and graces were moved by that")
 
 
 def _later(at: float | None, by_s: float) -> float | None:
@@ -61,19 +66,33 @@ def _kill_when_due(turn: Turn) -> None:
         return
     if stop.killed_at is None and stop.kill_at is not None and now_s >= stop.kill_at:
         kill_ranks(turn, f"{stop.why}; the grace is over")
-    elif stop.killed_at is not None and not stop.said_stuck and now_s >= stop.killed_at + STUCK_AFTER_S:
-        turn.set(stop=replace(stop, said_stuck=True))
-        pids = ", ".join(str(state.ranks[i].pid) for i in state.alive)
-        what = f"ranks (pid {pids}) do" if pids else "descendants of ranks do"
-        turn.note("error", f"{what} not die {STUCK_AFTER_S:.0f} s after SIGKILL: the node needs a look, perhaps a reboot")
-        if state.ending:
-            finish(turn, state.ending)
 
 
-def _fence_when_due(turn: Turn) -> None:
+def _give_up_when_stuck(turn: Turn) -> None:
+    """Something outlives its SIGKILL. `RanksGone` would be a lie and another attempt a second one: the job cannot go on."""
+    state = turn.state
+    killed_at = state.stop.killed_at if state.stop and state.stop.killed_at is not None else state.reap_at
+    if state.phase is not Phase.STOPPING or killed_at is None:
+        return
+    stuck_s = turn.now.mono_s - killed_at
+    if stuck_s < STUCK_AFTER_S:
+        return
+    if not state.said_stuck:
+        turn.set(said_stuck=True)
+        turn.do(NameSurvivors(state.attempt, f"something lives {STUCK_AFTER_S:.0f} s after SIGKILL"))
+    elif state.ending:
+        finish(turn, state.ending)
+    elif stuck_s >= GIVE_UP_AFTER_S:
+        reason = f"processes of attempt {state.attempt} on {state.settings.node} cannot be ended: the node needs attention"
+        result = wire.JobResult(wire.EXIT_REQUEUE, reason, attempts=max(1, state.attempt), node=state.settings.node)
+        finish(turn, Ending(result, f"rsup: {reason}; exit 88: please requeue"))
+
+
+def fence_when_due(turn: Turn) -> None:
+    """Kill the ranks of an agent that has been cut off for the fence timeout, by the clock that the supervisor goes by too."""
     state = turn.state
     fence_s = state.settings.fence_timeout_s
-    if fence_s is None or state.phase not in HAS_PROCESSES or turn.now.mono_s - state.contact_at < fence_s:
+    if fence_s is None or state.phase not in HAS_PROCESSES or turn.now.mono_s - state.heard_at < fence_s:
         return
     if state.stop is None or state.stop.killed_at is None:
         turn.note("error", f"cut off from the supervisor for {fence_s:g} s: the ranks are killed (fence timeout)")

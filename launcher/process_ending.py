@@ -3,16 +3,14 @@
 import signal
 
 from rsup.launcher.process_events import (
-    Ending,
     Exit,
     ObserveSections,
-    Phase,
     PrintReport,
     ReapAll,
     SignalRanks,
-    Stop,
     WriteResult,
 )
+from rsup.launcher.process_state import Ending, Phase, Stop
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
 
@@ -45,7 +43,8 @@ def kill_ranks(turn: Turn, why: str) -> None:
         return
     turn.set(phase=Phase.STOPPING, stop=Stop(before.why if before else why, signal.SIGKILL, None, killed_at=turn.now.mono_s))
     signal_ranks(turn, turn.state.alive, signal.SIGKILL, why, whole_session=True)
-    if turn.state.reaping:
+    if turn.state.reap_at is not None:
+        turn.set(reap_at=turn.now.mono_s)
         turn.do(ReapAll(turn.state.attempt, 0.0, why))
 
 
@@ -70,7 +69,7 @@ def reap(turn: Turn, why: str) -> None:
         grace_s = 0.0
     elif stop and stop.kill_at is not None and turn.state.signum:
         grace_s = max(0.0, stop.kill_at - turn.now.mono_s)
-    turn.set(phase=Phase.STOPPING, reaping=True)
+    turn.set(phase=Phase.STOPPING, reap_at=turn.now.mono_s + grace_s)
     turn.do(ObserveSections(turn.state.attempt))
     turn.do(ReapAll(turn.state.attempt, grace_s, why))
 

@@ -122,6 +122,13 @@ class Noticed(Struct, frozen=True):
     rank: int | None = None
 
 
+class SurvivorsNamed(Struct, frozen=True):
+    """Answer to `NameSurvivors`: what lives, one text each."""
+
+    attempt: int
+    survivors: tuple[str, ...]
+
+
 class Tick(Struct, frozen=True):
     """Ten times a second. Every deadline is looked at here and only here."""
 
@@ -142,6 +149,7 @@ Event = (
     | SignalArrived
     | RankMessage
     | Noticed
+    | SurvivorsNamed
     | Tick
 )
 
@@ -181,6 +189,13 @@ class ReapAll(Struct, frozen=True):
 
     attempt: int
     grace_s: float
+    reason: str
+
+
+class NameSurvivors(Struct, frozen=True):
+    """Find out what of the attempt outlives its SIGKILL; answered by `SurvivorsNamed`."""
+
+    attempt: int
     reason: str
 
 
@@ -235,6 +250,7 @@ Action = (
     | SpawnRanks
     | SignalRanks
     | ReapAll
+    | NameSurvivors
     | ObserveSections
     | CollectStacks
     | AskRanks

@@ -6,13 +6,17 @@ and in sequence; orders of an older epoch are dropped and counted. What the agen
 * No two attempts live side by side. A `StartAttempt` that finds ranks kills and reaps them first.
 * A stop is SIGTERM, then SIGKILL to whole sessions when the grace is over (at once for 0). `RanksGone` is said only when
   nothing that the attempt spawned is left.
+  A process that outlives its SIGKILL is named; if nobody ends the job for it, the agent asks to be requeued (88).
 * A rank's failure alone never stops its siblings; the decider has `supervisor_grace_s` to say something, then the ranks are
   stopped and the agent asks to be requeued (88). With a fence timeout, an agent cut off that long kills its ranks.
+* What concerns a newer attempt under a newer epoch than that of the ranks here: they are killed first.
 * A second signal from the user shortens the wait to a kill.
 * A tick that comes more than a second late means that this process did not run. The lost time is added to every deadline and
-  handed to `board_watch` as a `Gap`, so that agent and ranks suspended together and continued are never taken for hung.
+  handed to `board_watch` as a `Gap`, so that agent and ranks suspended together and continued are never taken for hung. Only
+  the fence counts it: the supervisor's clock went on.
 
-`process_events` has the data. The shell is `agent`; the simulation of the supervisor drives this same function.
+`process_events` and `process_state` have the data. The shell is `agent`; the simulation of the supervisor drives this same
+function.
 """
 
 import signal
@@ -23,56 +27,59 @@ from msgspec.structs import replace
 
 from rsup.launcher import process_requests
 from rsup.launcher.failure_report import failure_report
-from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S, tick
+from rsup.launcher.process_attempt import (
+    rank_died,
+    reaped,
+    spawn,
+    spawn_failed,
+    spawned,
+    store_failed,
+    store_ready,
+)
+from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S, STUCK_AFTER_S, fence_when_due, tick
 from rsup.launcher.process_ending import (
     HAS_PROCESSES,
     end_after_ranks,
     finish,
     kill_ranks,
-    reap,
     signal_ending,
-    signal_ranks,
     stop_ranks,
 )
 from rsup.launcher.process_events import (
     Action,
-    AgentState,
     AllReaped,
     BindStore,
     CollectStacks,
-    Ending,
     Event,
     Moment,
     Noticed,
     OrderArrived,
     Overdue,
-    Phase,
-    PrintReport,
     PushLimits,
-    Rank,
     RankDied,
     RankMessage,
     RanksSpawned,
     Refused,
     SectionsRead,
-    Settings,
     SignalArrived,
     SignalRanks,
     SpawnFailure,
-    SpawnRanks,
     StacksReady,
     StoreFailure,
     StoreReady,
+    SurvivorsNamed,
     Tick,
     Welcomed,
 )
+from rsup.launcher.process_state import AgentState, Ending, Phase, Settings
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
 
 
 def new_state(settings: Settings, now: Moment) -> AgentState:
     """The state of an agent that has just begun to call its supervisor."""
-    return AgentState(settings=settings, phase=Phase.IDLE, contact_at=now.mono_s, tick_at=now.mono_s)
+    at_s = now.mono_s
+    return AgentState(settings=settings, phase=Phase.IDLE, contact_at=at_s, tick_at=at_s, heard_at=at_s)
 
 
 def decide(state: AgentState, event: Event, now: Moment) -> tuple[AgentState, list[Action]]:
@@ -87,7 +94,14 @@ def decide(state: AgentState, event: Event, now: Moment) -> tuple[AgentState, li
 # ------------------------------------------------------------------------------------------------- the decider's voice
 
 
+def _heard(turn: Turn, epoch: int) -> None:
+    """The decider has spoken; a message that waited while we were suspended does not undo a fence that is due."""
+    fence_when_due(turn)
+    turn.set(epoch=epoch, contact_at=turn.now.mono_s, heard_at=turn.now.mono_s)
+
+
 def _welcomed(turn: Turn, event: Welcomed) -> None:
+    _heard(turn, max(turn.state.epoch, event.welcome.epoch))
     welcome, store = event.welcome, event.welcome.supervisor.store
     if turn.state.store and store != turn.state.store:
         turn.set(last_command=0)  # a supervisor with another store counts from 1
@@ -96,8 +110,6 @@ def _welcomed(turn: Turn, event: Welcomed) -> None:
         joined=True,
         job_id=welcome.job_id,
         run=welcome.run,
-        epoch=max(turn.state.epoch, welcome.epoch),
-        contact_at=turn.now.mono_s,
     )
 
 
@@ -107,6 +119,7 @@ def _refused(turn: Turn, event: Refused) -> None:
         # Not our decider: it does not know us. Training goes on; if nobody else answers, the grace decides.
         turn.note("warning", f"a supervisor refused this agent while its ranks run: {refusal.message}")
         return
+    turn.set(told=True)
     finish(turn, Ending(wire.JobResult(refusal.exit_code, refusal.message, attempts=turn.state.attempt), refusal.message))
 
 
@@ -115,7 +128,8 @@ def _order(turn: Turn, event: OrderArrived) -> None:
     if order.epoch < turn.state.epoch:
         turn.set(num_dropped=turn.state.num_dropped + 1)
         return
-    turn.set(epoch=order.epoch, contact_at=turn.now.mono_s)
+    _heard(turn, order.epoch)
+    _give_way(turn, order)
     for command in sorted(order.commands, key=lambda command: command.sequence):
         if command.sequence <= turn.state.last_command:
             continue
@@ -123,6 +137,17 @@ def _order(turn: Turn, event: OrderArrived) -> None:
             break  # a hole: the missing ones are sent again, and these with them
         turn.set(last_command=command.sequence)
         _COMMANDS[type(command)](turn, command)
+
+
+def _give_way(turn: Turn, order: wire.Order) -> None:
+    """An order about a newer attempt finds ranks of ours: the decider took them for dead, so they must be."""
+    state = turn.state
+    if state.phase not in HAS_PROCESSES or state.start is None or order.epoch <= state.start.epoch:
+        return
+    fresh = [command for command in order.commands if command.sequence > state.last_command]
+    newest = max((getattr(command, "attempt", 0) for command in fresh), default=0)
+    if newest > state.attempt:
+        kill_ranks(turn, f"attempt {newest} is under way (epoch {order.epoch}), this is attempt {state.attempt}")
 
 
 def _host_store(turn: Turn, command: wire.HostStore) -> None:
@@ -141,7 +166,7 @@ def _start_attempt(turn: Turn, command: wire.StartAttempt) -> None:
         turn.set(next_start=command)
         kill_ranks(turn, f"attempt {command.attempt} starts in place of attempt {turn.state.attempt}")
     else:
-        _spawn(turn, command)
+        spawn(turn, command)
 
 
 def _stop_attempt(turn: Turn, command: wire.StopAttempt) -> None:
@@ -193,119 +218,10 @@ def _park(turn: Turn, command: wire.Park) -> None:
 
 def _end_job(turn: Turn, command: wire.EndJob) -> None:
     result, report, state = command.result, command.report, turn.state
+    turn.set(told=True)
     if result.exit_code and any(fact.exit_code and not fact.by_us for fact in state.exits):
         report = failure_report(state.job_id, state.exits, reason=result.reason)  # it was here: we have the last log lines
     end_after_ranks(turn, Ending(result, report), grace_s=0.0, why=command.reason)
-
-
-# ------------------------------------------------------------------------------------------- starting and ending ranks
-
-
-def _spawn(turn: Turn, command: wire.StartAttempt) -> None:
-    if command.attempt > 1:
-        turn.do(PrintReport(_restart_line(turn.state, command)))
-    turn.set(
-        phase=Phase.RUNNING,
-        start=command,
-        ranks=tuple(Rank(command.first_rank + i) for i in range(command.num_ranks)),
-        exits=(),
-        why_stopped="",
-        limits=command.limits,
-        stop=None,
-        reaping=False,
-        requests=(),
-        next_start=None,
-        failed_at=None,
-    )
-    turn.do(SpawnRanks(command, command.reason))
-
-
-def _restart_line(state: AgentState, command: wire.StartAttempt) -> str:
-    """Why there is another attempt, as the decider said when it ended the one before; else as we saw it."""
-    why = state.why_stopped.removeprefix(f"attempt {state.attempt} has failed: ")
-    failed = next((fact for fact in state.exits if fact.exit_code and not fact.by_us), None)
-    if not why and failed:
-        how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"
-        why = f"rank {failed.rank} {how}"
-    limit = f" of {command.max_restarts}" if command.max_restarts else ""
-    return f"rsup: attempt {command.attempt} starts: {why or command.reason} (restart {command.attempt - 1}{limit})"
-
-
-def _spawned(turn: Turn, event: RanksSpawned) -> None:
-    if event.attempt != turn.state.attempt:
-        return
-    pids = event.pids
-    turn.set(ranks=tuple(replace(rank, pid=pids[i]) for i, rank in enumerate(turn.state.ranks)))
-    turn.fact(wire.AttemptStarted(turn.now.wall_us, event.attempt, list(pids)))
-    stop = turn.state.stop
-    if stop and stop.killed_at is not None:
-        signal_ranks(turn, turn.state.alive, signal.SIGKILL, stop.why, whole_session=True)
-    elif stop:
-        signal_ranks(turn, turn.state.alive, stop.signum, stop.why)
-
-
-def _spawn_failed(turn: Turn, event: SpawnFailure) -> None:
-    if event.attempt != turn.state.attempt:
-        return
-    turn.fact(wire.StartFailed(turn.now.wall_us, event.attempt, event.message, event.exit_code))
-    turn.set(ranks=())
-    reap(turn, "the ranks could not be started")
-
-
-def _store_ready(turn: Turn, event: StoreReady) -> None:
-    turn.fact(wire.StoreBound(turn.now.wall_us, event.attempt, event.host, event.port))
-
-
-def _store_failed(turn: Turn, event: StoreFailure) -> None:
-    turn.fact(wire.StartFailed(turn.now.wall_us, event.attempt, event.message, event.exit_code))
-    if turn.state.phase is Phase.HOSTING:
-        turn.set(phase=Phase.GONE)
-
-
-def _rank_died(turn: Turn, event: RankDied) -> None:
-    state = turn.state
-    if event.attempt != state.attempt or not state.ranks or not state.ranks[event.local_rank].alive:
-        return
-    rank = state.ranks[event.local_rank]
-    fact = wire.RankExited(
-        at_us=turn.now.wall_us,
-        attempt=event.attempt,
-        rank=rank.rank,
-        exit_code=event.exit_code,
-        signal=event.signal,
-        by_us=rank.signalled,
-        iteration=event.iteration,
-        section=event.section,
-        error=event.error,
-        traceback=event.traceback,
-        log_tail=event.log_tail,
-        declared=rank.declared,
-        declared_reason=rank.declared_reason,
-        saved=rank.saved,
-    )
-    turn.fact(fact)
-    turn.set(exits=(*turn.state.exits, fact))
-    turn.set_rank(event.local_rank, exit_code=event.exit_code)
-    process_requests.rank_left(turn, event.local_rank)
-    if event.exit_code and not rank.signalled and state.failed_at is None:
-        turn.set(failed_at=turn.now.mono_s)
-    if not turn.state.alive:
-        reap(turn, "all ranks of the attempt have exited")
-
-
-def _reaped(turn: Turn, event: AllReaped) -> None:
-    state = turn.state
-    if event.attempt != state.attempt or state.alive:
-        return
-    process_requests.attempt_over(turn)
-    turn.fact(wire.RanksGone(turn.now.wall_us, event.attempt))
-    turn.set(phase=Phase.GONE, stop=None, reaping=False)
-    if state.ending:
-        finish(turn, state.ending)
-    elif state.next_start:
-        _spawn(turn, state.next_start)
-    elif state.signum:
-        turn.set(leave_at=turn.now.mono_s + (HURRIED_LEAVE_S if state.stop and state.stop.killed_at else LEAVE_S))
 
 
 # ---------------------------------------------------------------------------------------------- what the shell noticed
@@ -328,6 +244,13 @@ def _stacks_ready(turn: Turn, event: StacksReady) -> None:
 
 def _noticed(turn: Turn, event: Noticed) -> None:
     turn.note(event.level, event.text, event.rank)
+
+
+def _survivors_named(turn: Turn, event: SurvivorsNamed) -> None:
+    if event.attempt == turn.state.attempt and event.survivors:
+        who, node = ", ".join(event.survivors), turn.state.settings.node
+        text = f"{who} cannot be ended, {STUCK_AFTER_S:.0f} s after SIGKILL: node {node} needs attention, perhaps a reboot"
+        turn.note("error", text)
 
 
 def _rank_message(turn: Turn, event: RankMessage) -> None:
@@ -377,27 +300,28 @@ _HANDLERS: dict[type, _Handler] = {
     OrderArrived: _order,
     Welcomed: _welcomed,
     Refused: _refused,
-    StoreReady: _store_ready,
-    StoreFailure: _store_failed,
-    RanksSpawned: _spawned,
-    SpawnFailure: _spawn_failed,
-    RankDied: _rank_died,
-    AllReaped: _reaped,
+    StoreReady: store_ready,
+    StoreFailure: store_failed,
+    RanksSpawned: spawned,
+    SpawnFailure: spawn_failed,
+    RankDied: rank_died,
+    AllReaped: reaped,
     Overdue: _overdue,
     SectionsRead: _sections_read,
     StacksReady: _stacks_ready,
     SignalArrived: _signal_arrived,
     RankMessage: _rank_message,
     Noticed: _noticed,
+    SurvivorsNamed: _survivors_named,
     Tick: tick,
 }
 
-_OF_LIVE_RANKS = (RanksSpawned, SpawnFailure, RankDied, AllReaped, Overdue, RankMessage)
+_OF_LIVE_RANKS = (RanksSpawned, SpawnFailure, RankDied, AllReaped, Overdue, RankMessage, SurvivorsNamed)
 UNEXPECTED: frozenset[tuple[Phase, type]] = frozenset(
     [(phase, event) for phase in Phase if phase not in HAS_PROCESSES for event in _OF_LIVE_RANKS]
     + [(phase, SectionsRead) for phase in (Phase.IDLE, Phase.PARKED, Phase.HOSTING)]
     + [(phase, StacksReady) for phase in (Phase.IDLE, Phase.PARKED)]
-    + [(Phase.RUNNING, AllReaped), (Phase.STOPPING, Overdue)]
+    + [(Phase.RUNNING, AllReaped), (Phase.RUNNING, SurvivorsNamed), (Phase.STOPPING, Overdue)]
     + [(Phase.ENDED, event) for event in _HANDLERS]
 )
 """Pairs that cannot happen, or come too late to matter: counted, otherwise without effect."""

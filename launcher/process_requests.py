@@ -6,7 +6,8 @@ the script does not poll for requests or its attempt ended first.
 
 from msgspec.structs import replace
 
-from rsup.launcher.process_events import AskRanks, Phase, RankMessage, Request
+from rsup.launcher.process_events import AskRanks, RankMessage
+from rsup.launcher.process_state import Phase, Request
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
 

@@ -70,7 +70,6 @@ class Stop(Struct, frozen=True):
     signum: int
     kill_at: float | None
     killed_at: float | None = None
-    said_stuck: bool = False
 
 
 class Request(Struct, frozen=True):
@@ -89,13 +88,15 @@ class Ending(Struct, frozen=True):
 
 
 class AgentState(Struct, frozen=True):
-    """All that the machine remembers. Times on the monotonic clock, moved by every gap."""
+    """All that the machine remembers. Times on the monotonic clock, moved by every gap, but for `heard_at`."""
 
     settings: Settings
     phase: Phase
     contact_at: float
     """When the decider was last heard; before that, when we began to call it."""
     tick_at: float
+    heard_at: float = 0.0
+    """As `contact_at`, never moved: the supervisor's clock went on while we were suspended, and so the fence must."""
     joined: bool = False
     job_id: str = ""
     run: int = 0
@@ -112,11 +113,16 @@ class AgentState(Struct, frozen=True):
     """Why the decider ended the current or last attempt."""
     limits: wire.Limits = NO_LIMITS
     stop: Stop | None = None
-    reaping: bool = False
+    reap_at: float | None = None
+    """All ranks have exited and the rest is being reaped, with SIGKILL from this time on. None: not so far."""
+    said_stuck: bool = False
+    """It has been said that something outlives its SIGKILL."""
     requests: tuple[Request, ...] = ()
     next_start: wire.StartAttempt | None = None
     """Waits until the ranks of the attempt before are gone."""
     ending: Ending | None = None
+    told: bool = False
+    """The decider has said how the job ended, or that it does not want us: it need not hear how we end."""
     signum: int = 0
     """The first signal that told us to stop."""
     failed_at: float | None = None

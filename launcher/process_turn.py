@@ -4,7 +4,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rsup.launcher.process_events import Action, AddFact, AgentState, Moment
+from rsup.launcher.process_events import Action, AddFact, Moment
+from rsup.launcher.process_state import AgentState
 from rsup.supervisor import wire
 
 

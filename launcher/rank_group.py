@@ -10,7 +10,7 @@ from rsup.launcher.failure_report import read_error_file, telling_line
 from rsup.launcher.launch_options import LaunchOptions, rank_command
 from rsup.launcher.logs import LogPump, RankPipes
 from rsup.launcher.process_events import RankDied
-from rsup.launcher.processes import ProcessId, RankProcess, marked_processes, reap_everything, spawn_rank
+from rsup.launcher.processes import ProcessId, RankProcess, describe, marked_processes, reap_everything, spawn_rank
 from rsup.launcher.rank_environment import SessionPlaces, rank_environment
 from rsup.launcher.reaping import open_process, send_signal
 from rsup.launcher.stacks import process_state
@@ -119,6 +119,10 @@ class RankGroup:
     def is_reaping(self) -> bool:
         """Whether `reap` has work."""
         return self._reap_until_s is not None
+
+    def survivors(self, keep: Collection[int]) -> tuple[str, ...]:
+        """What of the attempt lives, with pid, command and state."""
+        return tuple(str(describe(found)) for found in marked_processes(self._places.agent_id, self.sessions, keep=keep))
 
     def reap(self, keep: Collection[int]) -> bool:
         """Go on reaping without blocking for long; True when nothing is left, and every rank's output has been read.

@@ -37,6 +37,9 @@ class Survivor:
     state: str
     command: str
 
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.command}, {self.state})"
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
@@ -135,7 +138,7 @@ class _Reaping:
                 return []
             now = time.monotonic()
             if now >= deadline or (now >= blocked_at and self._alive and all(map(_is_blocked, self._alive))):
-                return [_describe(process) for process in self._alive]
+                return [describe(process) for process in self._alive]
 
     def _kill(self, stat: ProcessStat) -> bool:
         """SIGKILL it; True if it was not known before."""
@@ -271,7 +274,8 @@ def _is_blocked(process: ProcessId) -> bool:
     return stat is not None and stat.state == "D" and not stat.flags & EXITING_FLAG
 
 
-def _describe(process: ProcessId) -> Survivor:
+def describe(process: ProcessId) -> Survivor:
+    """What /proc says of it now."""
     stat = read_stat(process.pid)
     try:
         command = Path(f"/proc/{process.pid}/comm").read_text().strip()

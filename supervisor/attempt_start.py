@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rsup.supervisor import records
 from rsup.supervisor.attempt_end import fail_attempt
 from rsup.supervisor.records import AttemptSaved, RankSaved
+from rsup.supervisor.render import plural
 from rsup.supervisor.states import AgentState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
@@ -28,7 +29,7 @@ def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
         turn.see_node(agent_id)
     _number(turn, first_rank, [turn.state.agents[agent_id].info.node for agent_id in member_ids])
     nodes = ", ".join(turn.state.current.nodes if turn.state.current else [])
-    reason = f"attempt {turn.state.attempt} is to start on {nodes} with {first_rank} ranks"
+    reason = f"attempt {turn.state.attempt} is to start on {nodes} with {plural(first_rank, 'rank')}"
     turn.command(member_ids[0], HostStore(0, reason, turn.state.attempt, turn.state.spec.master_port))
     turn.log("HostStore", reason, node=turn.state.agents[member_ids[0]].info.node)
 
@@ -111,7 +112,8 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
         return
     turn.change(store_bound=True)
     active = state.active
-    reason = f"attempt {state.attempt} starts: {state.world_size} ranks on {len(active)} nodes, store {fact.host}:{fact.port}"
+    size = f"{plural(state.world_size, 'rank')} on {plural(len(active), 'node')}"
+    reason = f"attempt {state.attempt} starts: {size}, store {fact.host}:{fact.port}"
     for member_id, member in active:
         turn.change_agent(member_id, live_attempt=state.attempt)
         turn.command(
@@ -152,7 +154,8 @@ def attempt_started(turn: Turn, agent_id: str, fact: AttemptStarted) -> None:
         if rank not in agent.exits:
             device = agent.devices_used.get(rank, "")
             turn.record(RankSaved(turn.state.key, turn.state.attempt, rank, agent.info.node, pid, device))
-    text = f"{len(fact.pids)} ranks run on {agent.info.node}"
+    count = len(fact.pids)
+    text = f"{plural(count, 'rank')} run{'s' if count == 1 else ''} on {agent.info.node}"
     turn.log("AttemptStarted", text, at_us=fact.at_us, node=agent.info.node, data={"pids": fact.pids})
 
 
@@ -163,7 +166,8 @@ def all_started(turn: Turn) -> None:
     if state.store_bound and members and all(agent.started or agent.role is Role.GONE for agent in members):
         turn.enter(Phase.RUNNING)
         turn.change(running_us=turn.now.us)
-        turn.log("AttemptRunning", f"attempt {state.attempt} runs: {state.world_size} ranks on {len(members)} nodes")
+        size = f"{plural(state.world_size, 'rank')} on {plural(len(members), 'node')}"
+        turn.log("AttemptRunning", f"attempt {state.attempt} runs: {size}")
 
 
 def device_used(turn: Turn, agent_id: str, fact: DeviceUsed) -> None:

@@ -6,12 +6,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from rsup.supervisor import lifetime, places, wire
+from rsup.supervisor import agents_here, lifetime, places, wire
 from rsup.supervisor.config import Settings
-from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.loop import AgentKnownDead, Loop, OperatorReply, OperatorRequest, SystemClock
 from rsup.supervisor.loop_inputs import Input
 from rsup.supervisor.records import JobKey, Record
@@ -30,12 +30,30 @@ _AGENT_THERE_S = 3.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class CommitTimes:
+    """How long commits took, in seconds, since the start."""
+
+    num: int = 0
+    last: float = 0.0
+    longest: float = 0.0
+    total: float = 0.0
+
+    def add(self, took_s: float) -> None:
+        """Count one more."""
+        self.num += 1
+        self.last = took_s
+        self.longest = max(self.longest, took_s)
+        self.total += took_s
+
+
 class WatchedStore:
-    """The store as the loop sees it; remembers that its lease has been lost, which no waiting brings back."""
+    """The store as the loop sees it; times its commits, and remembers a lost lease, which no waiting brings back."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.lost: StoreHeld | None = None
+        self.commit_s = CommitTimes()
 
     def live_jobs(self) -> list[tuple[JobKey, bytes]]:
         """See `store.Store`."""
@@ -47,11 +65,13 @@ class WatchedStore:
 
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`."""
+        began_s = time.monotonic()
         try:
             self._store.commit(records)
         except StoreHeld as held:
             self.lost = held
             raise
+        self.commit_s.add(time.monotonic() - began_s)
 
     def close(self) -> None:
         """See `store.Store`."""
@@ -67,6 +87,7 @@ class Turns:
         self._opened = opened
         self._store = WatchedStore(opened.store)
         self._endpoints: set[str] = set()
+        self._here = agents_here.ThisHost()
         now_s = time.monotonic()
         self.turned_s = now_s
         """When the last turn began, monotonic."""
@@ -85,6 +106,7 @@ class Turns:
             embedded=settings.embedded,
             rest=self.rest.address if self.rest else "",
             store=opened.text,
+            notice=opened.notice,
         )
         self.loop = Loop(self._store, server, SystemClock(), info, self._listen)
         try:
@@ -128,10 +150,13 @@ class Turns:
 
     # ---------------------------------------------------------------------------------------------------- operators, REST
 
-    def submit(self, job: JobKey, kind: str, principal: str, reason: str) -> "Future[OperatorReply]":
+    def submit(
+        self, job: JobKey, kind: str, principal: str, reason: str, *, node: str = "", dry_run: bool = False
+    ) -> "Future[OperatorReply]":
         """From any thread: ask the loop for `stop`, `checkpoint` or `fence`. Raise `rpc_server.Busy`."""
         answer: Future[OperatorReply] = Future()
-        self._server.submit(OperatorRequest(job, kind, principal, reason, lambda reply: _answer(answer, reply)))
+        reply = partial(_answer, answer)
+        self._server.submit(OperatorRequest(job, kind, principal, reason, reply, node=node, dry_run=dry_run))
         return answer
 
     def _requests(self) -> list[OperatorRequest]:
@@ -170,6 +195,10 @@ class Turns:
             "messages_bad_total": counters.bad,
             "messages_dropped_total": counters.dropped,
             "hellos_refused_total": counters.refused,
+            "store_commits_total": self._store.commit_s.num,
+            "store_commit_seconds": self._store.commit_s.last,
+            "store_commit_seconds_max": self._store.commit_s.longest,
+            "store_commit_seconds_total": self._store.commit_s.total,
         }
 
     def _keep_house(self, now_s: float) -> None:
@@ -208,21 +237,14 @@ class Turns:
     def _end_abandoned(self, state: JobState) -> None:
         if state.phase is Phase.ENDED:
             return
-        agents = [
-            lifetime.AgentSeen(agent_id, self.loop.silent_s(agent_id), _process_alive(agent.info))
-            for agent_id, agent in state.agents.items()
-            if agent.role is not Role.GONE
-        ]
-        reason = "its launcher's process is gone from this host, and nobody has spoken for it"
-        dead: list[Input] = [AgentKnownDead(agent_id, reason) for agent_id in lifetime.abandoned(agents)]
+        agents = [agent.info for agent in state.agents.values() if agent.role is not Role.GONE]
+        if any(agent.node != self._here.name for agent in agents):
+            return
+        seen = [self._here.look(agent, self.loop.silent_s(agent.agent_id)) for agent in agents]
+        reasons = {one.agent_id: agents_here.REBOOTED if one.rebooted else agents_here.ALL_GONE for one in seen}
+        dead: list[Input] = [AgentKnownDead(agent_id, reasons[agent_id]) for agent_id in lifetime.abandoned(seen)]
         if dead:
             self.loop.handle(dead)
-
-
-def _process_alive(agent: wire.AgentInfo) -> bool | None:
-    if agent.boot_id != places.boot_id() or agent.node != places.this_host():
-        return None
-    return process_start_ticks(agent.pid) != 0
 
 
 def _answer(future: "Future[OperatorReply]", reply: OperatorReply) -> None:

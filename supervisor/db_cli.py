@@ -32,6 +32,13 @@ from rsup.supervisor.wire import UsageError
 
 Answer = dict[str, Any]
 
+MERGING = (
+    "Take over the jobs of another store that have ended, as when a launch went on with an embedded supervisor because the "
+    "shared one did not answer, or when a supervisor had to use a store of its own. Run it where the store that is to have "
+    "them is written, while no supervisor holds that (stop `rsup serve`; running jobs wait for its return). OTHER must be "
+    "seen from there: a state directory, or a copy made with `rsup db backup FILE`. It may be repeated."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rsup db ...` with `argv`; return the exit code. Raise `RsupError`, whose text is the one line to print."""
@@ -65,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "upgrade", parents=[shared], help="bring an older store to this release's schema, after a backup"
     )
     upgrade.set_defaults(run=_upgrade)
-    merging = verbs.add_parser("merge", parents=[shared], help="take over the jobs of another store")
+    merging = verbs.add_parser("merge", parents=[shared], help="take over the jobs of another store", description=MERGING)
     merging.add_argument("other", help="the other store: a file, a state directory or a database URL; it is only read")
     merging.set_defaults(run=_merge)
     return parser

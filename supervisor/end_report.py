@@ -1,6 +1,7 @@
 """The text that a launcher prints when its job has ended badly: what failed, where, why."""
 
 from rsup.supervisor.failure import exit_text
+from rsup.supervisor.render import plural
 from rsup.supervisor.states import AgentState, JobState, RankExit, Role
 from rsup.supervisor.wire import JobResult
 
@@ -26,10 +27,10 @@ def report_text(state: JobState, result: JobResult) -> str:
         if exit_.log_tail and (rank == result.rank or len(failing) == 1):
             lines += [f"    | {line}" for line in exit_.log_tail.splitlines()[-MAX_LOG_LINES:]]
     if len(failing) > MAX_REPORTED:
-        lines.append(f"  and {len(failing) - MAX_REPORTED} more ranks")
+        lines.append(f"  and {plural(len(failing) - MAX_REPORTED, 'more rank')}")
     killed = sum(1 for _, exit_, _ in exits if exit_.by_us)
     if killed:
-        lines.append(f"  {killed} ranks were ended by us after that")
+        lines.append(f"  {plural(killed, 'rank')} {'was' if killed == 1 else 'were'} ended by us after that")
     gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
     if gone:
         lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")

@@ -58,10 +58,16 @@ class Recovered(Struct, frozen=True):
     instance: str
 
 
+class StoreTrouble(Struct, frozen=True):
+    """The job has begun in another store than the usual one. `text` says why, and where its story is kept."""
+
+    text: str
+
+
 class OperatorAsked(Struct, frozen=True):
     """A person or program asked for something. `kind`: `stop`, `checkpoint` or `fence`.
 
-    `node`, a node's name or an agent's id, says which lost one to fence; empty: every lost one.
+    `node`, a node's name or an agent's id, says which lost one to fence; empty: every lost one. `dry_run`: only answer.
     """
 
     kind: str
@@ -69,6 +75,7 @@ class OperatorAsked(Struct, frozen=True):
     reason: str
     request_id: str
     node: str = ""
+    dry_run: bool = False
 
 
-Event = AgentJoined | FactArrived | AgentHeard | AgentSilent | AgentLeft | Tick | Recovered | OperatorAsked
+Event = AgentJoined | FactArrived | AgentHeard | AgentSilent | AgentLeft | Tick | Recovered | StoreTrouble | OperatorAsked

@@ -82,7 +82,7 @@ def _incident(
         job=state.key,
         incident=number,
         attempt=state.attempt,
-        at_us=fact.at_us,
+        at_us=fact.at_us - int(_still_s(fact) * 1e6),
         kind=kind,
         rank=hung.rank,
         node=hung.node,
@@ -93,6 +93,11 @@ def _incident(
         text=text,
         detected_us=now_us,
     )
+
+
+def _still_s(fact: RankOverdue) -> float:
+    """How long the rank had stood still when its limit expired; within the section it may have got on for a while."""
+    return min(fact.age_s, fact.main_beat_age_s) if fact.main_beat_age_s > 0 else fact.age_s
 
 
 def _collect(turn: Turn, fact: RankOverdue) -> None:

@@ -31,6 +31,7 @@ from rsup.supervisor.events import (
     Now,
     OperatorAsked,
     Recovered,
+    StoreTrouble,
     Tick,
 )
 from rsup.supervisor.hang import overdue, settle_collecting, stacks_taken
@@ -164,6 +165,10 @@ def _recovered(turn: Turn, event: Recovered) -> None:
             turn.act(SendOrder(agent_id))
 
 
+def _store_trouble(turn: Turn, event: StoreTrouble) -> None:
+    turn.log("StoreTrouble", event.text, "warning")
+
+
 def _tick(turn: Turn, event: Tick) -> None:
     state = turn.state
     if state.phase is Phase.WAITING and state.deadline_s is not None and turn.now.s >= state.deadline_s:
@@ -178,6 +183,7 @@ EVENTS: dict[type, Callable[..., None]] = {
     AgentLeft: _agent_left,
     Tick: _tick,
     Recovered: _recovered,
+    StoreTrouble: _store_trouble,
     OperatorAsked: operator_asked,
 }
 

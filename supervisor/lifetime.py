@@ -1,23 +1,31 @@
 """When an embedded supervisor ends: some time after its last job, and never while one lives. Pure; told what it sees.
 
 A job keeps it alive even with no agent in sight: agents of other nodes may be cut off, and come back. Only a job whose agents
-all ran on this host, are known dead by their processes, and have been silent for `ABANDONED_AFTER_S`, is nobody's any more
-(agents and keepers killed together): it is to be ended, with its agents taken for gone.
+all ran on this host and are dead for sure is nobody's any more: it is to be ended, with its agents taken for gone. Dead for
+sure is an agent of an earlier boot of this host, at once; and one of this boot when neither it nor any process of its ranks
+exists and its keeper, which would speak for it, has had `ABANDONED_AFTER_S` to do so (agents and keepers killed together).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ABANDONED_AFTER_S = 3600.0
+ABANDONED_AFTER_S = 20.0
 
 
 @dataclass(frozen=True)
 class AgentSeen:
-    """What is known of an agent of a live job. `process_alive` None: cannot be known, since it is on another host."""
+    """What is known of an agent of a live job. `process_alive`: of it or its ranks; None: cannot be known, since it is on
+    another host. `rebooted`: its host, which is this one, has been started anew since."""
 
     agent_id: str
     silent_s: float
     process_alive: bool | None
+    rebooted: bool = False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing of it can ever be heard again."""
+        return self.rebooted or (self.process_alive is False and self.silent_s >= ABANDONED_AFTER_S)
 
 
 class Lifetime:
@@ -38,5 +46,4 @@ class Lifetime:
 def abandoned(agents: Iterable[AgentSeen]) -> list[str]:
     """Agents of one job to be taken for gone: all of them, or none."""
     seen = list(agents)
-    gone = all(agent.process_alive is False and agent.silent_s >= ABANDONED_AFTER_S for agent in seen)
-    return [agent.agent_id for agent in seen] if gone else []
+    return [agent.agent_id for agent in seen] if all(agent.is_dead for agent in seen) else []

@@ -82,6 +82,8 @@ class OperatorRequest:
     reply: Callable[[OperatorReply], None]
     node: str = ""
     request_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    dry_run: bool = False
+    """Only say what would be done."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from rsup.supervisor.actions import AnswerOperator
 from rsup.supervisor.attempt_end import end_job, stop_training
 from rsup.supervisor.events import OperatorAsked
 from rsup.supervisor.failure import signal_name
+from rsup.supervisor.render import plural
 from rsup.supervisor.rendezvous import known_dead
 from rsup.supervisor.states import Phase, Role, StopRequest
 from rsup.supervisor.turn import Turn
@@ -23,6 +24,9 @@ def operator_asked(turn: Turn, event: OperatorAsked) -> None:
     if refused is not None:
         turn.act(AnswerOperator(event.request_id, False, refused))
         return
+    if event.dry_run:
+        turn.act(AnswerOperator(event.request_id, True, _would(turn, event)))
+        return
     turn.change(requests=[*state.requests, event.request_id][-KEPT_REQUESTS:])
     done = {"stop": _stop, "checkpoint": _checkpoint, "fence": _fence}[event.kind](turn, event)
     turn.act(AnswerOperator(event.request_id, True, done))
@@ -41,6 +45,19 @@ def _refusal(turn: Turn, event: OperatorAsked) -> str | None:
     if event.kind == "fence" and not _lost(turn, event.node):
         return f"no node {event.node or 'of the job'} is lost: only a node that does not answer can be fenced"
     return None
+
+
+def _would(turn: Turn, event: OperatorAsked) -> str:
+    state = turn.state
+    if event.kind == "fence":
+        return f"would declare dead in job {state.key}: {_names(turn, _lost(turn, event.node))}; only do so if you are sure"
+    what = "stop" if event.kind == "stop" else "ask for a checkpoint of"
+    size = f"{plural(state.world_size, 'rank')} on {plural(len(state.active), 'node')}"
+    return f"would {what} job {state.key}: {state.phase.value}, attempt {state.attempt}, {size}"
+
+
+def _names(turn: Turn, agent_ids: list[str]) -> str:
+    return ", ".join(turn.state.agents[agent_id].info.node for agent_id in agent_ids)
 
 
 def _by(event: OperatorAsked) -> str:
@@ -86,8 +103,9 @@ def _lost(turn: Turn, node: str) -> list[str]:
 
 def _fence(turn: Turn, event: OperatorAsked) -> str:
     fenced = _lost(turn, event.node)
-    nodes = ", ".join(turn.state.agents[agent_id].info.node for agent_id in fenced)
-    turn.log("Fence", f"{nodes} declared dead by {_by(event)}", "warning", principal=event.principal)
+    nodes = _names(turn, fenced)
+    text = f"{_by(event)} is sure that no process of this job lives on {nodes}"
+    turn.log("Fence", text, "warning", principal=event.principal)
     for agent_id in fenced:
         known_dead(turn, agent_id, f"declared dead by {_by(event)}", for_good=False)
     return f"fenced: {nodes}"

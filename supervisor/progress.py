@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor.events import AgentHeard
 from rsup.supervisor.records import CheckpointSaved, SectionSaved
+from rsup.supervisor.render import plural
 from rsup.supervisor.rendezvous import found
 from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge, take_over
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
@@ -64,7 +65,9 @@ def _beats(turn: Turn, agent_id: str, beats: list[RankBeat]) -> None:
     turn.change_agent(agent_id, first_iteration=first, stepped=stepped)
     if stepped and all(a.stepped for a in turn.state.agents.values() if a.group_rank >= 0 and a.role is not Role.GONE):
         turn.change(stepped=True)
-        first_step(turn, f"every rank has stepped (iteration {lowest})")
+        seen = f"every rank has stepped (seen at iteration {lowest})"
+        resumed = f"every rank has done iteration {start + 1}, the first after the resume"
+        first_step(turn, resumed if 0 < start < lowest else seen)
 
 
 def first_step(turn: Turn, how: str) -> None:
@@ -83,7 +86,10 @@ def first_step(turn: Turn, how: str) -> None:
     turn.record(incident)
     turn.change(incident=None if state.stepped else incident)
     took_s = (turn.now.us - (incident.detected_us or incident.at_us)) / 1e6
-    lost = f", {incident.lost_iterations} iterations are done again" if incident.lost_iterations else ""
+    lost = ""
+    if incident.lost_iterations:
+        verb = "is" if incident.lost_iterations == 1 else "are"
+        lost = f", {plural(incident.lost_iterations, 'iteration')} {verb} done again"
     turn.log("Recovered", f"{how}, {took_s:.2f} s after the failure of attempt {incident.attempt} was found{lost}")
 
 

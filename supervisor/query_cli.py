@@ -1,4 +1,4 @@
-"""The commands that read a job's story, and `rsup stop` and `rsup checkpoint`, which ask the supervisor for something.
+"""The commands that read a job's story, and `rsup stop`, `checkpoint` and `fence`, which ask the supervisor for something.
 
 Times are UTC. Nothing heavy is imported before it is needed: `rsup jobs --help` must be quick.
 """
@@ -31,8 +31,11 @@ DESCRIPTIONS = {
     "report": "Tell the story of a job: what happened, how it was found, how long recovery took, what was lost.",
     "stop": "Ask a job to save and leave.",
     "checkpoint": "Ask a job for a checkpoint at its next iteration.",
+    "fence": "Declare a node dead that does not answer, so that its job goes on without it. Only if you are sure that no"
+    " process of the job lives there (it is off, or was rebooted): else two attempts could write the same checkpoints.",
 }
 VERBS = tuple(DESCRIPTIONS)
+CHANGES = ("stop", "checkpoint", "fence")
 
 
 def main(verb: str, argv: Sequence[str]) -> int:
@@ -47,8 +50,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(verb: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=f"rsup {verb}", description=DESCRIPTIONS[verb], allow_abbrev=False)
-    if verb in ("stop", "checkpoint"):
+    if verb in CHANGES:
         parser.add_argument("job", metavar="JOB", help="ID, ID.RUN or OWNER/ID")
+        if verb == "fence":
+            parser.add_argument("node", metavar="NODE", help="the node's name, or its agent's id (see `rsup events JOB`)")
         parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the job's story")
         parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     elif verb != "jobs":
@@ -263,7 +268,9 @@ def _report(arguments: argparse.Namespace) -> int:
 def _change(verb: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         job = JobName("", "", arguments.job)
-        answer = _supervisor(_sources(arguments), verb).change(verb, job, arguments.reason, arguments.dry_run)
+        node = {"node": arguments.node} if verb == "fence" else {}
+        source = _supervisor(_sources(arguments), verb)
+        answer = source.change(verb, job, arguments.reason, arguments.dry_run, **node)
         if arguments.json:
             _print_json(answer)
         else:
@@ -277,7 +284,8 @@ def _supervisor(sources: Sources, verb: str) -> RestSource:
     try:
         return sources.supervisor()
     except QueryError as error:
-        raise QueryError(f"{error}, and only the supervisor of a job can {verb} it; see `rsup jobs`") from None
+        what = "fence its nodes" if verb == "fence" else f"{verb} it"
+        raise QueryError(f"{error}, and only the supervisor of a job can {what}; see `rsup jobs`") from None
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -286,6 +294,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "events": _events,
     "stacks": _stacks,
     "report": _report,
-    "stop": _change("stop"),
-    "checkpoint": _change("checkpoint"),
+    **{verb: _change(verb) for verb in CHANGES},
 }

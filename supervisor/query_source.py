@@ -105,9 +105,9 @@ class RestSource:
         """Stacks of the newest incident that has some."""
         return self._get_of(job, "/stacks", **({} if rank is None else {"rank": rank}))
 
-    def change(self, verb: str, job: JobName, reason: str, dry_run: bool) -> Json:
-        """Ask for a `stop` or a `checkpoint`."""
-        body = json.dumps({"reason": reason, "dry_run": dry_run}).encode()
+    def change(self, verb: str, job: JobName, reason: str, dry_run: bool, **more: str) -> Json:
+        """Ask for a `stop`, a `checkpoint`, or a `fence` of the `node` in `more`."""
+        body = json.dumps({"reason": reason, "dry_run": dry_run, **more}).encode()
         return self._ask(*self._job_place(job, f"/{verb}", {}), body)
 
     def _get_of(self, job: JobName, rest: str, **query: object) -> Json:
@@ -265,12 +265,15 @@ class Sources:
         return file.rest
 
     def token(self) -> str:
-        """The token of `RSUP_TOKEN_FILE`, else of the state directory. Raise `NoAnswer` where there is none."""
-        path = Path(os.environ.get("RSUP_TOKEN_FILE") or self._state / "token")
+        """The token of `RSUP_TOKEN_FILE`, else of the state directory. Where there is none, raise `QueryError` in the first
+        case, `NoAnswer` in the second."""
+        given = os.environ.get("RSUP_TOKEN_FILE")
+        path = Path(given or self._state / "token")
         try:
             return read_token_file(path)
         except FileNotFoundError:
-            raise NoAnswer(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
+            error = QueryError if given else NoAnswer
+            raise error(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
 
 
 def name_of(job: Json) -> JobName:

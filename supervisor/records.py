@@ -101,6 +101,7 @@ class IncidentSaved(Struct, frozen=True, tag=True):
     incident: int
     attempt: int
     at_us: int
+    """When it happened; of a hang: when the rank last got on."""
     kind: str
     """`exit`, `signal`, `hang`, `suspected-hang`, `agent-lost`, `start-failed`."""
     rank: int | None = None

@@ -15,6 +15,7 @@ from rsup.supervisor.attempt_end import allow_time_to_end, end_job, fail_attempt
 from rsup.supervisor.attempt_start import adopt, begin_attempt
 from rsup.supervisor.events import AgentJoined, Now
 from rsup.supervisor.records import JobKey
+from rsup.supervisor.render import plural
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, JobState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
@@ -167,7 +168,7 @@ def _newcomer(turn: Turn, hello: Hello) -> None:
     turn.change(num_joined=number)
     turn.put_agent(info.agent_id, agent)
     present = sum(a.reachable for a in turn.state.agents.values())
-    text = f"node {info.node} joined ({present} of {_nnodes(turn.state.spec)}) with {info.num_ranks} ranks"
+    text = f"node {info.node} joined ({present} of {_nnodes(turn.state.spec)}) with {plural(info.num_ranks, 'rank')}"
     turn.log("AgentJoined", text, node=info.node, data={"agent_id": info.agent_id, "pid": info.pid})
     see_devices(turn, hello)
     turn.see_node(info.agent_id)
@@ -308,8 +309,8 @@ def form(turn: Turn) -> None:
     agents = state.agents.values()
     ready = [agent_id for agent_id, agent in state.agents.items() if agent.reachable]
     if state.num_joined and agents and all(agent.role is Role.GONE for agent in agents):
-        code = 1 if state.failure is None else state.failure.exit_code
-        end_job(turn, code, "no node of the job is left")
+        code, why = (1, "") if state.failure is None else (state.failure.exit_code, f"; {state.failure.text}")
+        end_job(turn, code, f"no node of the job is left{why}")
         return
     blockers = [agent.info.node for agent in agents if agent.live_attempt]
     before = len(state.current.nodes) if state.current else 0
@@ -321,7 +322,7 @@ def form(turn: Turn) -> None:
     elif len(ready) >= spec.min_nodes:
         _last_call(turn, ready)
     elif state.deadline_s is not None and turn.now.s >= state.deadline_s:
-        waited = f"{len(ready)} of at least {spec.min_nodes} nodes came together in {spec.join_timeout_s:g} s"
+        waited = f"{len(ready)} of at least {plural(spec.min_nodes, 'node')} came together in {spec.join_timeout_s:g} s"
         end_job(turn, 1, f"{waited}: check the other nodes, or allow more time with --rdzv-conf join_timeout=SECONDS")
     elif state.last_call_s is not None:
         turn.change(last_call_s=None)

@@ -7,6 +7,7 @@ from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, m
 from rsup.supervisor.status_text import short_device, state_of
 
 Json = Mapping[str, Any]
+HANGS = ("hang", "suspected-hang")
 LEVEL_COLOURS = {"warning": "yellow", "error": "red"}
 
 
@@ -64,12 +65,17 @@ def _found(one: Json) -> str:
     if one["detection_s"] is None:
         return clean(one["found_by"])
     delay = f"after {duration(one['detection_s'])}" if one["detection_s"] >= 0.001 else "at once"
+    if one["kind"] in HANGS:
+        delay = f"it had stood still for {duration(one['detection_s'])}"
     return f"{clean(one['found_by']) or 'rsup'}, {delay}"
 
 
 def _recovery(one: Json, job: Json, soft: bool) -> str:
     if one["recovery_s"] is not None:
-        return f"{duration(one['recovery_s'])} until every rank had stepped again"
+        took = duration(one["recovery_s"])
+        if one["kind"] in HANGS and one["detection_s"] is not None:
+            took = f"{duration(one['recovery_s'] - one['detection_s'])} (with the standing still {took})"
+        return f"{took} until every rank had stepped again"
     if soft:
         return "nothing was killed"
     return "none: the job ended" if job["ended"] else "not yet"

@@ -29,7 +29,9 @@ class RunningLoop(Protocol):
     @property
     def turned_s(self) -> float: ...
 
-    def submit(self, job: JobKey, kind: str, principal: str, reason: str) -> "Future[OperatorReply]": ...
+    def submit(
+        self, job: JobKey, kind: str, principal: str, reason: str, *, node: str = "", dry_run: bool = False
+    ) -> "Future[OperatorReply]": ...
 
     def counters(self) -> Mapping[str, float]: ...
 
@@ -44,7 +46,7 @@ def serve(
 
     def submit(change: Change) -> "Future[ChangeReply]":
         answer: Future[ChangeReply] = turns.submit(  # type: ignore[assignment]
-            change.job, change.verb, change.principal.name, change.reason
+            change.job, change.verb, change.principal.name, change.reason, node=change.node, dry_run=change.dry_run
         )
         return answer
 

@@ -37,6 +37,14 @@ class OpenedStore:
         """Place and trouble in one line."""
         return f"{self.place} (in place of the usual store: {self.trouble})" if self.trouble else self.place
 
+    @property
+    def notice(self) -> str:
+        """The sentence about the trouble for whoever starts a job, empty if there is none."""
+        if not self.trouble:
+            return ""
+        read = f"; read it with RSUP_DATABASE_URL=sqlite:///{self.target}" if self.target else ""
+        return f"{self.trouble}; this job's story is kept in {self.place}{read}"
+
     def announce(self, rpc: str, rest: str) -> None:
         """Tell whoever finds the store held where we answer. Raise `StoreError`, `OSError`."""
         if isinstance(self.store, SqlStore):

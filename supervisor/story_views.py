@@ -51,8 +51,9 @@ def page_of_incidents(
 
 
 def incident_fields(row: RowMapping, with_stacks: bool = True) -> dict[str, Any]:
-    """One incident. `detection_s` and `recovery_s` count from when it happened: to when it was noticed, and to when every
-    rank of the next attempt had stepped. `culprit` is the first mover or likely culprit, `victims` those who only waited."""
+    """One incident. `detection_s` and `recovery_s` count from when it happened (a hang: from when the rank last got on):
+    to when it was noticed, and to when every rank of the next attempt had stepped. `culprit` is the first mover or likely
+    culprit, `victims` those who only waited."""
     same = ("kind", "rank", "node", "device", "iteration", "signal", "signal_name", "exit_code", "section", "found_by", "text")
     return {
         "incident": row["incident"],

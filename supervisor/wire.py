@@ -158,6 +158,8 @@ class AgentInfo(Struct, frozen=True):
     gone: bool = False
     """The agent is dead and its keeper speaks, to deliver what was left and `AgentGone`: such a `Hello` continues a known
     agent or is refused, it never joins or starts a job."""
+    start_ticks: int = 0
+    """When the process started (`heartbeat_board.process_start_ticks`): a reused pid is not taken for it. 0: unknown."""
 
 
 class JobResult(Struct, frozen=True):
@@ -514,6 +516,8 @@ class SupervisorInfo(Struct, frozen=True):
     rest: str = ""
     store: str = ""
     """The database, for people to read (no password)."""
+    notice: str = ""
+    """What is not as usual with this supervisor, for the launch's terminal: one sentence, empty where nothing is."""
 
 
 class Welcome(Struct, frozen=True, tag=True):

@@ -56,7 +56,8 @@ class Checkpointer:
 
     `group`: a gloo group that nothing else uses. `owner`: rank 0's claim, the same on every rank.
     `probe(point, iteration)` is called by the writing thread at `written` (all files of this rank are synced), `committing`
-    (rank 0, before the commit) and `committed`: a place for injected faults.
+    (rank 0, before the commit) and `committed`: a place for injected faults. `committed(iteration, path, duration_s)` is called
+    by rank 0's writing thread as soon as a checkpoint counts, so that a training thread that hangs cannot keep it a secret.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Checkpointer:
         owner: Owner,
         group: dist.ProcessGroup,
         probe: Callable[[str, int], None] | None = None,
+        committed: Callable[[int, Path, float], None] | None = None,
     ) -> None:
         self._directory = directory
         self._owner = owner
         self._group = group
         self._probe = probe or (lambda point, iteration: None)
+        self._committed = committed or (lambda iteration, path, duration_s: None)
         self._rank = dist.get_rank(group)
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
@@ -122,6 +125,8 @@ class Checkpointer:
         error = ""
         try:
             self._write(iteration, staged, progress)
+            if self._rank == 0:
+                self._committed(iteration, path, time.monotonic() - began_s)
         except (StaleAttempt, DirectoryTaken) as refusal:
             self._refusal = refusal
         except CheckpointError as failure:
@@ -202,6 +207,10 @@ class Checkpointer:
                 outcome = [error]
             except OSError as error:
                 outcome = [CheckpointError(f"cannot write {error.filename or self._directory.path}: {_os_text(error)}")]
+            except Exception as error:  # whatever it is: the other ranks wait for the outcome
+                outcome = [
+                    CheckpointError(f"cannot commit to {self._directory.path}: {type(error).__name__}: {_first_line(error)}")
+                ]
         dist.broadcast_object_list(outcome, src=dist.get_global_rank(self._group, 0), group=self._group)
         if outcome[0] is not None:
             raise outcome[0]

@@ -186,7 +186,8 @@ class CheckpointDirectory:
     def commit(self, owner: Owner, commit: Commit) -> Path:
         """Make the written checkpoint durable and current; return its path. The files in it are synced already.
 
-        Raises `StaleAttempt`, `DirectoryTaken`, or `OSError` of a full or failing disk; then nothing has changed.
+        Raises `StaleAttempt`, `DirectoryTaken`, or `OSError` of a full or failing disk; then nothing has changed. Once it has
+        its name it counts: that the pointer file or the pruning of old ones then fails is no failure of the save.
         """
         temporary = self.temporary(owner, commit.iteration)
         with self._locked():
@@ -197,8 +198,9 @@ class CheckpointDirectory:
                 final.rename(self.path / f"{final.name}.deleted-{owner.token}")
             temporary.rename(final)
             sync_directory(self.path)
-            write_durably(self.path / LATEST_FILE, f"{commit.iteration}\n")
-            self._prune(commit.iteration)
+            with contextlib.suppress(OSError):
+                write_durably(self.path / LATEST_FILE, f"{commit.iteration}\n")
+                self._prune(commit.iteration)
         return final
 
     def discard(self, owner: Owner, iteration: int) -> None:

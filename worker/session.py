@@ -244,7 +244,8 @@ class Session:
             try:
                 self._link.send(wire.encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                self._outbox.appendleft(message)  # the agent is stopped or slow: try at the next beat
+                if len(self._outbox) < MAX_QUEUED_MESSAGES:  # a full deque would drop its newest for this, the oldest
+                    self._outbox.appendleft(message)  # the agent is stopped or slow: try at the next beat
                 return
             except OSError:
                 return
@@ -298,12 +299,12 @@ def connect() -> Session | NoSession:
     except (BoardError, KeyError, ValueError) as error:
         warnings.warn(f"rsup: this rank is not watched: {error}", RuntimeWarning, stacklevel=3)
         return NoSession()
+    _permit_stacks(board.owner_pid, rank)
     slot.take_over(os.getpid(), attempt)
     slot.set(board_layout.CALLS, 1)
     now_ns = board_layout.monotonic_ns()
     for field in (board_layout.LIVENESS_NS, board_layout.MAIN_NS, board_layout.CLOSED_SINCE_NS):
         slot.set(field, now_ns)
-    _permit_stacks(board.owner_pid, rank)
     job_key = f"{os.environ.get('RSUP_JOB_ID', '')}.{os.environ.get('RSUP_RUN', '1')}"
     return Session(board, slot, _dial(socket_path), rank, attempt, job_key)
 

@@ -21,12 +21,15 @@ from rsup.supervisor.wire import SupervisorInfo
 
 @dataclass(frozen=True)
 class Change:
-    """What somebody asks for. `verb` is `stop` or `checkpoint`; `reason` is theirs, cleaned and bounded."""
+    """What somebody asks for. `verb` is `stop`, `checkpoint` or `fence` (of `node`); `reason` is theirs, cleaned and
+    bounded; `dry_run`: only the answer is wanted."""
 
     verb: str
     job: JobKey
     principal: Principal
     reason: str
+    node: str = ""
+    dry_run: bool = False
 
 
 class ChangeReply(Protocol):

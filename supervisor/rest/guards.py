@@ -8,7 +8,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rsup.supervisor.principals import Principal
+from rsup.supervisor.principals import Principal, Role
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.problems import problem, refused
 
@@ -115,3 +115,13 @@ def _same_origin(request: Request) -> bool:
 
 
 Asker = Annotated[Principal, Depends(find_principal)]
+
+
+def find_operator(asker: Asker) -> Principal:
+    """Who asks, if an operator."""
+    if asker.role is not Role.OPERATOR:
+        raise refused(403, f"{asker} may not do this: only operators may")
+    return asker
+
+
+Operator = Annotated[Principal, Depends(find_operator)]

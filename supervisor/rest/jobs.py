@@ -1,4 +1,4 @@
-"""`/api/v1/jobs`: what runs and ran, and the two requests that a job's owner may make.
+"""`/api/v1/jobs`: what runs and ran, and what its owner, or for `fence` an operator, may ask of it.
 
 A job is named as in the CLI, `ID` or `ID.RUN`; `owner` and `cluster` tell apart jobs of one id. Who may read a job sees all
 of it, everybody else with a token its id, owner and state.
@@ -17,9 +17,9 @@ from sqlalchemy import Connection
 from rsup.supervisor import story_views, views
 from rsup.supervisor.job_selector import FoundJob, find_job
 from rsup.supervisor.principals import Principal, Role
-from rsup.supervisor.render import clean, plural
+from rsup.supervisor.render import clean
 from rsup.supervisor.rest.context import Change, Context, RestContext
-from rsup.supervisor.rest.guards import Asker
+from rsup.supervisor.rest.guards import Asker, Operator
 from rsup.supervisor.rest.paging import Limit, Name, NumberCursor, page
 from rsup.supervisor.rest.problems import documented, refused
 
@@ -36,6 +36,12 @@ class ChangeBody(BaseModel):
 
     reason: str = Field("", max_length=500, description="for the job's story")
     dry_run: bool = Field(False, description="say what would be done, and do nothing")
+
+
+class FenceBody(ChangeBody):
+    """Body of a fence."""
+
+    node: str = Field(min_length=1, max_length=300, description="a lost node's name, or an agent's id")
 
 
 @router.get("")
@@ -131,6 +137,15 @@ def checkpoint_job(
     return _change(context, asker, "checkpoint", job, owner, cluster, body or ChangeBody(reason="", dry_run=False))
 
 
+@router.post("/{job:path}/fence", status_code=202)
+def fence_node(
+    context: Context, operator: Operator, job: JobName, body: FenceBody, owner: Name = "", cluster: Name = ""
+) -> Json:
+    """Operators only. Declare a node dead that does not answer: whoever asks is sure that no process of the job lives on it.
+    The job then goes on without it; were its ranks alive, two attempts could write the same checkpoints."""
+    return _change(context, operator, "fence", job, owner, cluster, body, body.node)
+
+
 @router.get("/{job:path}")  # after the others: an id may hold slashes
 def job_status(
     context: Context,
@@ -147,25 +162,23 @@ def job_status(
     return status if asker.may_read(found.key.owner) else {"job": views.public_fields(status["job"])}
 
 
-def _change(context: RestContext, asker: Principal, verb: str, job: str, owner: str, cluster: str, body: ChangeBody) -> Json:
+def _change(
+    context: RestContext, asker: Principal, verb: str, job: str, owner: str, cluster: str, body: ChangeBody, node: str = ""
+) -> Json:
     with _readable(context, asker, job, owner, cluster, f"may {verb} it") as (connection, found):
         fields = _status(context, connection, found, stacks=False)["job"]
     if found.phase == "ended":
         raise refused(409, f"job {found.key} has ended (exit code {fields['exit_code']}): there is nothing to {verb}")
-    answer = {"job": views.public_fields(fields), "verb": verb, "dry_run": body.dry_run}
-    if body.dry_run:
-        what = {"stop": "stop", "checkpoint": "ask for a checkpoint of"}[verb]
-        size = f"{plural(fields['num_ranks'], 'rank')} on {plural(fields['num_nodes'], 'node')}"
-        return {**answer, "message": f"would {what} job {found.key}: {fields['state']}, attempt {fields['attempt']}, {size}"}
+    change = Change(verb, found.key, asker, clean(body.reason), clean(node), body.dry_run)
     try:
-        reply = context.submit(Change(verb, found.key, asker, clean(body.reason))).result(context.reply_timeout_s)
+        reply = context.submit(change).result(context.reply_timeout_s)
     except NoReply:
         raise refused(
             503, f"the supervisor did not answer within {context.reply_timeout_s:g} s; see `rsup events {found.key}`"
         ) from None
     if not reply.done:
         raise refused(409, reply.message)
-    return {**answer, "message": reply.message}
+    return {"job": views.public_fields(fields), "verb": verb, "dry_run": body.dry_run, "message": reply.message}
 
 
 @contextmanager

@@ -311,6 +311,11 @@ function drawIncidents(incidents, count) {
   byId("incidents").replaceChildren(...[...incidents].reverse().map((one) => incidentCard(one, known.get(String(one.incident)), open)));
 }
 
+function howSoon(one) {
+  if (one.kind.endsWith("hang")) return `stood still for ${duration(one.detection_s)} before it was found`;
+  return one.detection_s < 0.001 ? "noticed at once" : `noticed after ${duration(one.detection_s)}`;
+}
+
 function incidentCard(one, details) {
   const where = [one.rank === null ? null : `rank ${one.rank}`, one.node, shortDevice(one.device)].filter(Boolean).join(" · ");
   const facts = [
@@ -318,7 +323,7 @@ function incidentCard(one, details) {
     where,
     one.iteration ? `iteration ${one.iteration}` : null,
     one.found_by ? `found by ${one.found_by}` : null,
-    one.detection_s === null ? null : (one.detection_s < 0.001 ? "noticed at once" : `noticed after ${duration(one.detection_s)}`),
+    one.detection_s === null ? null : howSoon(one),
     one.recovery_s === null ? null : `recovered in ${duration(one.recovery_s)}`,
     one.lost_iterations === null ? null : `${plural(one.lost_iterations, "iteration")} lost`,
     one.victims.length ? `waiting for it: ${one.victims.length > 16 ? plural(one.victims.length, "rank") : `rank ${one.victims.join(", ")}`}` : null,

@@ -107,6 +107,22 @@ def test_what_stands_right_of_the_script_is_the_scripts(words: str, command: lis
     assert [options.training_script, *options.training_script_args] == command
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "default"),
+    [
+        ("--monitor-interval", "5", "0.1"),
+        ("--start-method", "fork", "spawn"),
+        ("--event-log-handler", "console", "null"),
+        ("--logs-specs", "mine", None),
+        ("--numa-binding", "node", None),
+    ],
+)
+def test_what_has_no_effect_says_so_in_a_line(flag: str, value: str, default: str | None) -> None:
+    (note,) = parse(f"{flag} {value} s.py").notes
+    assert note.startswith(f"{flag} has no effect: ")
+    assert default is None or parse(f"{flag} {default} s.py").notes == ()
+
+
 def test_arguments_keep_spaces_newlines_and_emptiness() -> None:
     words = ["--nproc-per-node", "1", "s.py", "", "a b", "x\ny", "--", "\udcff"]
     assert parse_launch(words, {}).training_script_args == ("", "a b", "x\ny", "--", "\udcff")

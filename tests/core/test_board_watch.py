@@ -6,7 +6,7 @@ import pytest
 
 from rsup.launcher import board_watch
 from rsup.launcher.board_watch import WatchedRank, WatchState
-from rsup.launcher.process_events import Gap
+from rsup.launcher.process_state import Gap
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import FLAG_ASYNC_SAVE, FLAG_DEBUGGER, SectionSample, SlotSample
 

@@ -266,6 +266,16 @@ def test_when_an_expired_limit_kills(on_hang: str, calculated: bool, enforce: bo
         assert "StopAttempt" not in driver.commands("a")
 
 
+@pytest.mark.parametrize(("main_beat_age_s", "still_s"), [(0.0, 4.0), (9.0, 4.0), (1.5, 1.5)])
+def test_a_hang_began_when_the_rank_last_got_on(main_beat_age_s: float, still_s: float) -> None:
+    """An outer section's limit may expire although the rank got on inside it; 0: an older agent does not tell."""
+    driver = Driver(spec(policy=wire.RestartPolicy(on_hang="report"))).run_nodes("a")
+    found_us = driver.now().us
+    driver.say("a", wire.RankOverdue(found_us, 1, 0, "step", 4.0, 3.0, main_beat_age_s=main_beat_age_s))
+    (incident,) = driver.incidents()
+    assert incident.detected_us == found_us and incident.at_us == found_us - int(still_s * 1e6)
+
+
 def test_a_lost_agent_is_not_a_dead_one() -> None:
     driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
     driver.feed(AgentSilent("b", 16.0))
@@ -397,6 +407,9 @@ def test_recovery_is_measured_when_every_rank_has_stepped() -> None:
     assert incident.recovered_us - incident.detected_us == 3_000_000 and incident.lost_iterations == 4
     attempts = [a.record for a in driver.actions if hasattr(a, "record") and isinstance(a.record, AttemptSaved)]
     assert attempts[-1].first_step_us == driver.now().us
+    (recovered,) = [event.text for event in driver.events() if event.kind == "Recovered"]
+    assert recovered.startswith("every rank has done iteration 11, the first after the resume, 3.00 s after")
+    assert recovered.endswith("4 iterations are done again")
 
 
 def test_a_script_without_iterations_has_recovered_when_its_ranks_run() -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rsup.launcher import process_events as ev
 from rsup.launcher.process_machine import UNEXPECTED, decide, new_state
+from rsup.launcher.process_state import Phase, Settings
 from rsup.supervisor import wire
 
 RESULT = wire.JobResult(0, "all ranks exited 0")
@@ -30,7 +31,7 @@ class Agent:
 
     def __init__(self, **settings: typing.Any) -> None:
         self.now = 100.0
-        self.state = new_state(ev.Settings(**settings), at(self.now))
+        self.state = new_state(Settings(**settings), at(self.now))
         self.actions: list[ev.Action] = []
         self.sequence = 0
 
@@ -102,25 +103,26 @@ EXAMPLES: list[ev.Event] = [
     ev.SignalArrived(signal.SIGTERM),
     ev.RankMessage(1, 0, wire.RankNote("info", "hello")),
     ev.Noticed("info", "a line"),
+    ev.SurvivorsNamed(1, ("11 (python, D)",)),
     ev.Tick(),
 ]
 
 
-def in_phase(phase: ev.Phase) -> Agent:
+def in_phase(phase: Phase) -> Agent:
     agent = Agent().join()
-    if phase is ev.Phase.PARKED:
+    if phase is Phase.PARKED:
         agent.order(wire.Park(0, "spare"))
-    elif phase is ev.Phase.HOSTING:
+    elif phase is Phase.HOSTING:
         agent.order(wire.HostStore(0, "first", 1))
-    elif phase in (ev.Phase.RUNNING, ev.Phase.STOPPING, ev.Phase.GONE):
+    elif phase in (Phase.RUNNING, Phase.STOPPING, Phase.GONE):
         agent.run()
-    if phase in (ev.Phase.STOPPING, ev.Phase.GONE):
+    if phase in (Phase.STOPPING, Phase.GONE):
         agent.order(wire.StopAttempt(0, "rank 9 failed", 1, 5.0))
-    if phase is ev.Phase.GONE:
+    if phase is Phase.GONE:
         agent.die(0)
         agent.die(1)
         agent.feed(ev.AllReaped(1))
-    elif phase is ev.Phase.ENDED:
+    elif phase is Phase.ENDED:
         agent.order(wire.EndJob(0, "over", RESULT))
     assert agent.state.phase is phase
     return agent
@@ -130,9 +132,9 @@ def test_examples_cover_every_event_and_command() -> None:
     assert {type(example) for example in EXAMPLES} == set(typing.get_args(ev.Event))
 
 
-@pytest.mark.parametrize("phase", list(ev.Phase))
+@pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
-def test_every_pair_is_handled_or_rejected(phase: ev.Phase, event: ev.Event) -> None:
+def test_every_pair_is_handled_or_rejected(phase: Phase, event: ev.Event) -> None:
     agent = in_phase(phase)
     before = agent.state
     actions = agent.feed(event)
@@ -159,9 +161,9 @@ COMMANDS: list[wire.AnyCommand] = [
 ]
 
 
-@pytest.mark.parametrize("phase", [phase for phase in ev.Phase if phase is not ev.Phase.ENDED])
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
-def test_every_command_is_performed_once_in_every_phase(phase: ev.Phase, command: wire.AnyCommand) -> None:
+def test_every_command_is_performed_once_in_every_phase(phase: Phase, command: wire.AnyCommand) -> None:
     assert {type(command) for command in COMMANDS} == set(typing.get_args(wire.AnyCommand))
     agent = in_phase(phase)
     agent.order(command)
@@ -189,7 +191,7 @@ def test_an_order_of_an_older_epoch_is_dropped_and_counted() -> None:
     contact = agent.state.contact_at
     assert agent.order(wire.StopAttempt(0, "old", 3, 0.0), epoch=2) == []
     assert agent.state.num_dropped == 1
-    assert agent.state.phase is ev.Phase.RUNNING
+    assert agent.state.phase is Phase.RUNNING
     assert agent.state.contact_at == contact
 
 
@@ -206,6 +208,23 @@ def test_a_start_kills_and_reaps_the_ranks_of_the_attempt_before() -> None:
     assert of(actions, ev.SpawnRanks)[0].command.attempt == 2
 
 
+@pytest.mark.parametrize(
+    "command", [wire.HostStore(0, "r", 2), wire.StopAttempt(0, "r", 2, 5.0), wire.TakeStacks(0, "r", 2)], ids=str
+)
+def test_an_order_about_a_newer_attempt_kills_the_ranks_first(command: wire.AnyCommand) -> None:
+    agent = Agent().run()
+    actions = agent.order(command, epoch=2)
+    assert isinstance(actions[0], ev.SignalRanks) and killed(actions)
+    assert "attempt 2 is under way (epoch 2), this is attempt 1" in actions[0].reason
+
+
+def test_a_newer_epoch_alone_kills_nothing() -> None:
+    agent = Agent().run()
+    for command in (wire.TakeStacks(0, "r", 1), wire.SetLimits(0, "r", wire.Limits())):
+        assert not of(agent.order(command, epoch=agent.state.epoch + 1), ev.SignalRanks)
+    assert agent.state.phase is Phase.RUNNING
+
+
 # ------------------------------------------------------------------------------------------------ the life of an attempt
 
 
@@ -218,7 +237,7 @@ def test_success_ends_with_the_supervisors_word() -> None:
     agent.feed(ev.AllReaped(1))
     actions = agent.order(wire.EndJob(0, "all ranks exited 0", RESULT))
     assert actions == [ev.WriteResult(RESULT), ev.Exit(0, RESULT.reason)]
-    assert agent.state.phase is ev.Phase.ENDED
+    assert agent.state.phase is Phase.ENDED
 
 
 def test_a_failed_rank_leaves_its_siblings_to_the_decider() -> None:
@@ -325,7 +344,7 @@ def test_other_signals_are_passed_on_and_training_goes_on() -> None:
     agent = Agent().run()
     actions = agent.feed(ev.SignalArrived(signal.SIGUSR1, stops=False))
     assert of(actions, ev.SignalRanks)[0].if_caught
-    assert agent.state.phase is ev.Phase.RUNNING
+    assert agent.state.phase is Phase.RUNNING
 
 
 def test_requests_go_to_ranks_that_take_them_and_the_others_get_sigterm() -> None:
@@ -372,7 +391,7 @@ def test_a_local_failure_and_a_silent_decider_end_in_88() -> None:
 def test_a_silent_decider_alone_never_touches_running_ranks() -> None:
     agent = Agent(supervisor_grace_s=10.0).run()
     assert not agent.tick(100 + 86_400, step=1.0)
-    assert agent.state.phase is ev.Phase.RUNNING
+    assert agent.state.phase is Phase.RUNNING
 
 
 def test_success_does_not_wait_for_a_silent_decider() -> None:
@@ -390,13 +409,26 @@ def test_the_fence_timeout_kills_the_ranks_of_a_cut_off_agent() -> None:
     assert kill.signum == signal.SIGKILL and kill.whole_session
 
 
+def test_who_has_heard_the_end_need_not_be_spoken_for() -> None:
+    agent = Agent().run()
+    agent.die(0)
+    agent.die(1)
+    agent.feed(ev.AllReaped(1))
+    agent.tick(120)
+    assert agent.state.phase is Phase.ENDED and not agent.state.told
+    assert not Agent().run().state.told
+    agent = Agent().run()
+    agent.order(wire.EndJob(0, "over", RESULT))
+    assert agent.state.told
+
+
 def test_nobody_answers_within_the_join_timeout() -> None:
     agent = Agent(join_timeout_s=30.0)
     assert of(agent.tick(131), ev.Exit)[0].code == 1
 
 
 def test_suspension_moves_every_deadline() -> None:
-    agent = Agent(fence_timeout_s=20.0, supervisor_grace_s=30.0).run()
+    agent = Agent(supervisor_grace_s=30.0).run()
     agent.die(0, 1)
     agent.order(wire.StopAttempt(0, "r", 1, 5.0))
     agent.tick(101)
@@ -405,6 +437,47 @@ def test_suspension_moves_every_deadline() -> None:
     assert [(gap.start_ns, gap.end_ns) for gap in agent.state.gaps] == [(101 * 10**9, 1101 * 10**9)]
     assert not of(agent.tick(1104.5), ev.SignalRanks)
     assert of(agent.tick(1106), ev.SignalRanks)[0].signum == signal.SIGKILL
+
+
+def test_a_decision_that_is_due_is_awaited_anew_after_a_suspension() -> None:
+    agent = Agent(supervisor_grace_s=30.0).run()
+    agent.die(0, 1)
+    agent.now += 1000.0
+    assert not of(agent.feed(ev.Tick()), ev.SignalRanks)
+    assert not of(agent.tick(1129), ev.SignalRanks)
+    assert of(agent.tick(1131), ev.SignalRanks)[0].signum == signal.SIGTERM
+
+
+def suspended(for_s: float) -> Agent:
+    agent = Agent(fence_timeout_s=20.0).run()
+    agent.tick(101)
+    agent.now += for_s
+    return agent
+
+
+def killed(actions: list[ev.Action]) -> bool:
+    return any(signalled.signum == signal.SIGKILL and signalled.whole_session for signalled in of(actions, ev.SignalRanks))
+
+
+def test_the_fence_counts_the_time_of_a_suspension() -> None:
+    assert killed(suspended(30.0).feed(ev.Tick()))
+    agent = suspended(10.0)
+    assert not killed(agent.feed(ev.Tick()))
+    assert not killed(agent.tick(119.5))
+    assert killed(agent.tick(121))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ev.OrderArrived(wire.Order("a", 1, 0, [])),
+        ev.Welcomed(wire.Welcome((1, 3), "0", wire.SupervisorInfo("i", 1, "h", True), "job", 1, 1, 0)),
+    ],
+    ids=["order", "welcome"],
+)
+def test_a_message_that_waited_through_the_suspension_undoes_no_fence(message: ev.Event) -> None:
+    assert killed(suspended(30.0).feed(message))
+    assert not killed(suspended(10.0).feed(message))
 
 
 def test_many_gaps_stay_bounded_and_forgive_no_less() -> None:
@@ -417,11 +490,38 @@ def test_many_gaps_stay_bounded_and_forgive_no_less() -> None:
     assert sum(gap.end_ns - gap.start_ns for gap in gaps) >= 200 * 2 * 10**9
 
 
-def test_unkillable_process_is_said_once() -> None:
+def test_what_cannot_be_ended_is_named_once_and_ends_in_88_without_ranks_gone() -> None:
+    agent = Agent(node="n1").run()
+    agent.order(wire.StopAttempt(0, "r", 1, 0.0))
+    assert of(agent.tick(150), ev.NameSurvivors) == [ev.NameSurvivors(1, "something lives 30 s after SIGKILL")]
+    (note,) = facts(agent.feed(ev.SurvivorsNamed(1, ("11 (python, D)", "99 (dd, D)"))), wire.Note)
+    assert note.level == "error"
+    assert note.text.startswith("11 (python, D), 99 (dd, D) cannot be ended, 30 s after SIGKILL: node n1 needs attention")
+    assert not of(agent.tick(189), ev.Exit)
+    actions = agent.tick(191)
+    assert of(actions, ev.Exit)[0].code == 88
+    assert not facts(agent.actions, wire.RanksGone)
+
+
+def test_descendants_that_cannot_be_ended_are_named_too() -> None:
+    agent = Agent().run()
+    agent.die(0)
+    agent.die(1)
+    assert not of(agent.tick(130), ev.NameSurvivors)
+    assert of(agent.tick(132), ev.NameSurvivors)
+    assert of(agent.tick(192), ev.Exit)[0].code == 88
+    assert not facts(agent.actions, wire.RanksGone)
+
+
+@pytest.mark.parametrize("told_after_s", [1.0, 60.0])
+def test_the_deciders_end_is_obeyed_beside_what_cannot_be_ended(told_after_s: float) -> None:
     agent = Agent().run()
     agent.order(wire.StopAttempt(0, "r", 1, 0.0))
-    notes = [note for note in facts(agent.tick(200), wire.Note) if note.level == "error"]
-    assert len(notes) == 1 and "11, 12" in notes[0].text
+    agent.tick(100 + told_after_s)
+    agent.order(wire.EndJob(0, "ranks cannot be ended", wire.JobResult(88, "ranks cannot be ended")))
+    actions = agent.tick(101 + max(30.0, told_after_s))
+    assert of(actions, ev.Exit)[0].code == 88
+    assert agent.state.told
 
 
 def test_a_refusal_ends_a_newcomer_but_not_running_ranks() -> None:

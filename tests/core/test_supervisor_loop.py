@@ -108,6 +108,48 @@ def test_an_agent_is_welcomed_and_gets_its_commands() -> None:
     assert bench.saved.phase == "starting" and bench.saved.command == "train.py"
 
 
+def test_two_hellos_of_one_agent_in_one_batch_make_one_job() -> None:
+    bench = Bench()
+    ids = iter(["one", "two"])
+    bench.loop._routing._new_job_id = lambda: next(ids)
+    message = AgentMessage("a", hello("a", spec(job_id="")))
+    bench.loop.handle([message, message])
+    assert [row.job.job_id for row in bench.store.rows[JobSaved].values() if isinstance(row, JobSaved)] == ["one"]
+    assert bench.kinds().count("AgentJoined") == 1
+    assert {m.job_id for _, m in bench.sent if isinstance(m, wire.Welcome)} == {"one"}
+    assert not [m for _, m in bench.sent if isinstance(m, wire.Refusal)]
+
+
+def test_the_trouble_of_the_store_is_in_each_new_jobs_story() -> None:
+    bench = Bench()
+    notice = "rsup.db is damaged; this job's story is kept in rsup-fallback-1.db"
+    info_ = wire.SupervisorInfo("i1", 1, "host", True, notice=notice)
+    bench.loop = Loop(bench.store, bench, bench, info_, bench.listening.append)
+    welcome = bench.join("a")[0]
+    assert isinstance(welcome, wire.Welcome) and welcome.supervisor.notice == notice
+    bench.join("a")
+    assert bench.kinds()[0] == "JobCreated" and bench.kinds().count("StoreTrouble") == 1
+    (event,) = [event for event in bench.store.events if event.kind == "StoreTrouble"]
+    assert event.text == notice and event.level == "warning"
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing() -> None:
+    bench = Bench()
+    bench.start()
+    before = len(bench.store.events)
+    for kind in ("stop", "checkpoint"):
+        reply = bench.ask(kind, dry_run=True)
+        assert reply.done and reply.message.startswith("would ") and "running, attempt 1, 2 ranks on 1 node" in reply.message
+    assert not bench.ask("fence", node="node-a", dry_run=True).done, "it answers"
+    assert len(bench.store.events) == before
+    bench.wait(16.0)
+    before = len(bench.store.events)
+    reply = bench.ask("fence", node="node-a", dry_run=True)
+    assert reply.done and "node-a" in reply.message and len(bench.store.events) == before
+    assert bench.ask("fence", node="node-a").done and bench.saved.phase == "ended"
+    assert [e.principal for e in bench.store.events if e.kind == "Fence"] == ["alice"]
+
+
 def test_facts_are_acknowledged_once_each_in_order() -> None:
     bench = Bench()
     bench.join("a")

@@ -23,6 +23,7 @@ class ScriptedSupervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an agent's keeper comes under its name
         self._socket.bind(self.address)
         self.hello: wire.Hello | None = None
         self.facts: list[wire.AnyFact] = []

@@ -27,6 +27,8 @@ class Launch:
         self.folder = folder
         self.supervisor = ScriptedSupervisor(folder)
         self.process: subprocess.Popen[bytes] | None = None
+        self.pids: list[int] = []
+        (folder / "tmp").mkdir()
 
     def go(self, script: str, *options: str, ranks: int = 2) -> None:
         path = self.folder / "script.py"
@@ -37,12 +39,18 @@ class Launch:
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rsup.launcher", "launch", *words],
-                env=os.environ | {"RSUP_SUPERVISOR": self.supervisor.address, "OUT": str(self.folder)},
+                env=os.environ
+                | {
+                    "RSUP_SUPERVISOR": self.supervisor.address,
+                    "OUT": str(self.folder),
+                    "TMPDIR": str(self.folder / "tmp"),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
+        self.pids.append(self.process.pid)
 
     @property
     def err(self) -> str:
@@ -64,6 +72,15 @@ class Launch:
         assert self.process is not None
         found = children(self.process.pid)
         return [pid for pid in found if b"keeper_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def left(self) -> list[Path]:
+        """Files of this test's agents in the runtime directory, in shared memory and for temporary logs."""
+        boards = [path for pid in self.pids for path in Path("/dev/shm").glob(f"rsup-board-{os.getuid()}-{pid}-*")]
+        return [*(self.folder / "run/rsup").glob("a-*"), *boards, *(self.folder / "tmp").iterdir()]
+
+    def nothing_left(self) -> None:
+        """Fail if something is still there after a while."""
+        self.until(lambda: not self.left(), 10.0)
 
     def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
         """Let the supervisor answer until the condition holds."""
@@ -181,8 +198,9 @@ def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
     launch.signal(signal.SIGINT)
     launch.supervisor.wait_for(wire.RanksGone, within_s=5)
     assert {fact.signal for fact in launch.supervisor.of(wire.RankExited)} == {9}
-    launch.until(lambda: launch.supervisor.said_bye, 10)
+    assert "exit code 130" in launch.supervisor.wait_for(wire.AgentGone).reason
     assert launch.wait() == 130
+    launch.nothing_left()
 
 
 def test_usr1_reaches_a_rank_that_handles_it_and_harms_none(launch: Launch) -> None:
@@ -292,8 +310,14 @@ def test_a_silent_supervisor_after_a_failure_ends_in_88(launch: Launch) -> None:
     launch.supervisor.answers = False
     assert launch.wait(30) == 88
     assert not any(alive(pid) for pid in pids)
-    assert "requeue" in launch.err
+    assert "requeue" in launch.err and "goes on telling it for 300 s" in launch.err
     assert json.loads((launch.folder / "state/jobs/job.1/result.json").read_text())["exit_code"] == 88
+    launch.supervisor.answers = True
+    gone = launch.supervisor.wait_for(wire.AgentGone)
+    assert launch.supervisor.facts[-1] is gone and "left: exit code 88, a decision was due" in gone.reason
+    assert [fact.exit_code for fact in launch.supervisor.of(wire.RankExited)] == [3, 143]
+    assert len(launch.supervisor.of(wire.RanksGone)) == 1
+    launch.nothing_left()
 
 
 def test_success_with_a_silent_supervisor_is_success(launch: Launch) -> None:
@@ -301,6 +325,11 @@ def test_success_with_a_silent_supervisor_is_success(launch: Launch) -> None:
     launch.supervisor.start()
     launch.supervisor.answers = False
     assert launch.wait(30) == 0
+    launch.supervisor.answers = True
+    assert "left: exit code 0" in launch.supervisor.wait_for(wire.AgentGone).reason
+    assert [fact.exit_code for fact in launch.supervisor.of(wire.RankExited)] == [0, 0]
+    assert not launch.supervisor.said_bye
+    launch.nothing_left()
 
 
 def test_the_agents_death_takes_its_ranks_along(launch: Launch) -> None:
@@ -312,8 +341,47 @@ def test_the_agents_death_takes_its_ranks_along(launch: Launch) -> None:
     gone_by = time.monotonic() + 2.0
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < gone_by
-    launch.supervisor.wait_for(wire.AgentGone)
+    assert "ended without a word" in launch.supervisor.wait_for(wire.AgentGone).reason
     launch.until(lambda: not alive(keeper))
+    launch.nothing_left()
+
+
+def test_agent_and_keeper_killed_together(launch: Launch) -> None:
+    launch.go(SLEEPS)
+    pids = launch.supervisor.start()
+    assert launch.process is not None
+    for pid in (*launch.keepers(), launch.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    launch.wait()
+    launch.until(lambda: not any(map(alive, pids)), 2.0)
+    left = {path.suffix for path in launch.left()}
+    assert left == {".spool", ".keeper", ".ranks", ".stacks", ".logs", ""}
+    launch.supervisor.close()
+    launch.supervisor = ScriptedSupervisor(launch.folder)
+    launch.go("pass")
+    launch.supervisor.start()
+    launch.supervisor.wait_for(wire.RanksGone)
+    launch.supervisor.end()
+    assert launch.wait() == 0
+    assert [path.suffix for path in launch.left()] == [".spool"], "it is kept a day"
+
+
+def test_a_suspended_agent_is_fenced_though_a_message_waits_for_it(launch: Launch) -> None:
+    launch.go(STEPS, "--fence-timeout", "3")
+    pids = launch.supervisor.start()
+    assert launch.process is not None
+    launch.until((launch.folder / "ready-1").exists)
+    for pid in (launch.process.pid, *pids):
+        os.kill(pid, signal.SIGSTOP)
+    suspended_at = time.monotonic()
+    launch.until(lambda: time.monotonic() - suspended_at > 4.0)
+    launch.supervisor.order(wire.SetLimits(0, "it waits in the socket", wire.Limits()))
+    launch.signal(signal.SIGCONT)
+    launch.supervisor.wait_for(wire.RanksGone)
+    exits = launch.supervisor.of(wire.RankExited)
+    assert [(fact.signal, "fence timeout" in fact.by_us) for fact in exits] == [(9, True), (9, True)]
+    launch.supervisor.end(1)
+    assert launch.wait() == 1
 
 
 def test_the_keepers_death_costs_nothing(launch: Launch) -> None:

@@ -231,3 +231,98 @@ def test_the_death_of_an_agent_is_survived_by_the_other(job: Job) -> None:
     job.end()
     assert first.wait(30) == 0
     assert job.result("t1")["attempts"] == 2
+
+
+def stored(job: Job, job_id: str, at: str = "a") -> dict[str, object]:
+    """What `rsup status` says of the job."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rsup.launcher", "status", job_id, "--json"],
+        env=job.environment(at),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    found: dict[str, object] = json.loads(done.stdout)["job"]
+    return found
+
+
+@pytest.mark.parametrize(("ending", "launcher_code", "stored_code"), [(0, 0, 0), (3, 88, 3), ("TERM", 143, 143)])
+def test_an_end_while_the_supervisor_is_stopped_is_told_by_the_keeper(
+    job: Job, ending: int | str, launcher_code: int, stored_code: int
+) -> None:
+    options = ("--nproc-per-node", "2", "--job-id", "t1", "--supervisor-grace", "2")
+    process = job.launch(WAITS + f"raise SystemExit({ending if isinstance(ending, int) else 0})", *options)
+    job.started(1)
+    supervisor = job.supervisor_pid()
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        if ending == "TERM":
+            process.send_signal(signal.SIGTERM)
+        job.end()
+        assert process.wait(40) == launcher_code
+        assert "goes on telling it" in job.err()
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    job.until(lambda: stored(job, "t1")["state"] == "ended")
+    assert stored(job, "t1")["exit_code"] == stored_code
+    job.until(lambda: not list((job.folder / "run-a/rsup").glob("a-*")))
+
+
+def test_an_end_while_the_shared_supervisor_is_absent_is_told_to_the_next(job: Job) -> None:
+    address = f"ipc://{job.folder}/shared"
+    command = [sys.executable, "-P", "-m", "rsup.supervisor.main", "--state-dir", str(job.folder / "state-s"), "--rpc", address]
+    job.processes["s"] = subprocess.Popen(command, env=job.environment("s"))
+    job.err_path("s").touch()
+    job.until((job.folder / "shared").exists)
+    options = ("--supervisor", address, "--nproc-per-node", "2", "--job-id", "t1", "--supervisor-grace", "1")
+    process = job.launch(WAITS, *options)
+    job.started(1)
+    job.processes["s"].kill()
+    job.processes["s"].wait()
+    job.end()
+    assert process.wait(30) == 0
+    job.processes["s"] = subprocess.Popen(command, env=job.environment("s"))
+    job.until(lambda: stored(job, "t1", at="s")["state"] == "ended")
+    assert stored(job, "t1", at="s")["exit_code"] == 0
+
+
+TRAINS = """
+import os, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+out, first = os.environ["OUT"] + "/", os.environ["RSUP_ATTEMPT"] == "1"
+def steps(number):
+    for _ in range(number):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+steps(5)
+open(out + "stepped-" + os.environ["RANK"], "w")
+while True:
+    steps(1)
+    stop = torch.tensor(float(os.path.exists(out + "end")))
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+steps(5)
+if first and NEEDS_STORE:
+    dist.new_group([0, 1], timeout=__import__("datetime").timedelta(seconds=10))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("needs_store", [False, True], ids=["training", "a new group"])
+def test_training_outlives_its_keeper(job: Job, needs_store: bool) -> None:
+    options = ("--nproc-per-node", "2", "--job-id", "t1", "--max-restarts", "1")
+    process = job.launch(TRAINS.replace("NEEDS_STORE", str(needs_store)), *options)
+    job.until(lambda: len(list(job.folder.glob("stepped-*"))) == 2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (keeper,) = [pid for pid in children if b"keeper_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(keeper), signal.SIGKILL)
+    job.until(lambda: "the TCPStore of attempt 1 is lost with it" in job.err())
+    job.end()
+    assert process.wait(60) == 0
+    assert job.result("t1")["attempts"] == (2 if needs_store else 1)

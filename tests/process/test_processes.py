@@ -13,7 +13,7 @@ import pytest
 
 from rsup.launcher import rank_cgroup
 from rsup.launcher.processes import RankProcess, SpawnError, become_subreaper, marked_processes, reap_everything, spawn_rank
-from rsup.launcher.reaping import read_stat
+from rsup.launcher.reaping import describe, read_stat
 
 PRELUDE = "import os, subprocess, sys, time, signal, json\n"
 TELL = PRELUDE + "def tell(**pids): print(json.dumps(pids), flush=True)\n"
@@ -248,6 +248,16 @@ def test_the_agents_death_takes_all_with_it_within_two_seconds(tmp_path: Path, h
     assert time.monotonic() - started < 5.0
     assert not (tmp_path / "board").exists()
     agent.stdout.close()
+
+
+def test_a_survivor_is_named_with_its_command_and_state(mark: str) -> None:
+    rank, told = start(mark, WITHOUT_ENVIRONMENT)
+    os.kill(rank.pid, signal.SIGSTOP)
+    wait_for(lambda: (stat := read_stat(rank.pid)) is not None and stat.state == "T")
+    (found,) = marked_processes(mark, [rank.pid])
+    assert str(describe(found)) == f"{told['pid']} (python, T)"
+    assert reap_everything(mark, [rank.pid], time.monotonic() + 5) == []
+    rank.close()
 
 
 WITHOUT_ENVIRONMENT = "import json, os, time; print(json.dumps({'pid': os.getpid()}), flush=True); time.sleep(600)"

@@ -92,7 +92,9 @@ def test_it_ends_only_after_being_idle_without_a_break() -> None:
     [
         ([], []),
         ([AgentSeen("a", 4000, False)], ["a"]),
-        ([AgentSeen("a", 3000, False)], []),
+        ([AgentSeen("a", 19, False)], []),
+        ([AgentSeen("a", 0, False, rebooted=True)], ["a"]),
+        ([AgentSeen("a", 0, False, rebooted=True), AgentSeen("b", 19, False)], []),
         ([AgentSeen("a", 4000, True)], []),
         ([AgentSeen("a", 4000, None)], []),
         ([AgentSeen("a", 4000, False), AgentSeen("b", 4000, None)], []),

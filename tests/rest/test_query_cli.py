@@ -149,8 +149,10 @@ def test_stop_and_checkpoint_ask_the_supervisor(
         ("checkpoint", RUNNING, ""),
         ("stop", RUNNING, "enough"),
     ]
-    assert told(capsys, "stop", EVIL, "--dry-run")[0].startswith("would stop job")
-    assert len(played.changes) == 2
+    told(capsys, "stop", EVIL, "--dry-run")
+    told(capsys, "fence", EVIL, "node1", "--reason", "off")
+    asked = [(change.verb, change.node, change.dry_run) for change in played.changes[2:]]
+    assert asked == [("stop", "", True), ("fence", "node1", False)]
     played.reply = Reply(False, "job is stopping already")
     assert told(capsys, "stop", EVIL, code=1)[1] == "rsup stop: job is stopping already\n"
 

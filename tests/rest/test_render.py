@@ -3,6 +3,7 @@
 import pytest
 
 from rsup.supervisor.render import clean, clean_block, cut, duration, moment, percent, table, width_of
+from rsup.supervisor.report_text import _found, _recovery
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,13 @@ def test_a_table_too_wide_for_anything_keeps_its_headings() -> None:
 
 def test_wide_characters_count_two() -> None:
     assert width_of("日本") == 4 and cut("日本語", 5) == "日本…" and cut("日本語", 4) == "日…"
+
+
+def test_a_hang_is_told_by_how_long_it_stood_still_and_what_recovery_took_after_that() -> None:
+    hang = {"kind": "hang", "found_by": "limit of section step (3 s)", "detection_s": 4.1, "recovery_s": 5.6}
+    assert _found(hang) == "limit of section step (3 s), it had stood still for 4.1 s"
+    told = _recovery(hang, {"ended": None}, soft=False)
+    assert told == "1.5 s (with the standing still 5.6 s) until every rank had stepped again"
+    crash = {**hang, "kind": "signal", "found_by": "exit of the process", "detection_s": 0.0}
+    assert _found(crash) == "exit of the process, at once"
+    assert _recovery(crash, {"ended": None}, soft=False) == "5.6 s until every rank had stepped again"

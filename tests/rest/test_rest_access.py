@@ -31,6 +31,7 @@ ROLES: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("GET", f"{EVIL_PATH}/stacks"): (401, 403, 403, 200),
     ("POST", f"{EVIL_PATH}/stop"): (401, 403, 403, 202),
     ("POST", f"{EVIL_PATH}/checkpoint"): (401, 403, 403, 202),
+    ("POST", f"{EVIL_PATH}/fence"): (401, 403, 403, 422),
     ("POST", "/api/v1/jobs/t1/stop"): (401, 403, 409, 409),
     ("POST", "/api/v1/jobs/t1/checkpoint"): (401, 403, 409, 409),
     ("GET", "/api/v1/nodes"): (401, 200, 200, 200),

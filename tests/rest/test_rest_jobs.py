@@ -177,10 +177,20 @@ def test_a_request_reaches_the_loop_with_its_principal(served: Served, played: P
     assert (checkpoint.verb, checkpoint.reason) == ("checkpoint", "")
 
 
-def test_a_dry_run_asks_nobody(served: Served, played: PlayedSupervisor) -> None:
+def test_a_dry_run_is_answered_by_the_one_who_would_do_it(served: Served, played: PlayedSupervisor) -> None:
+    played.reply = Reply(True, "would stop job")
     answer = served.client().post(f"{EVIL_PATH}/stop", json={"dry_run": True}).json()
-    assert answer["message"].startswith("would stop job") and "2 ranks on 1 node" in answer["message"]
-    assert played.changes == []
+    assert answer["message"] == "would stop job" and answer["dry_run"]
+    assert [change.dry_run for change in played.changes] == [True]
+
+
+def test_only_operators_fence(served: Served, played: PlayedSupervisor) -> None:
+    body = {"node": "node1", "reason": "it is off", "dry_run": True}
+    assert "only operators" in problem_of(served.client("user").post("/api/v1/jobs/t1/fence", json=body), 403)
+    assert served.client().post(f"{EVIL_PATH}/fence", json={"reason": "no node named"}).status_code == 422
+    assert served.client().post(f"{EVIL_PATH}/fence", json=body).status_code == 202
+    (change,) = played.changes
+    assert (change.verb, change.node, change.reason, change.dry_run) == ("fence", "node1", "it is off", True)
 
 
 def test_requests_that_cannot_be_met_say_why(served: Served, played: PlayedSupervisor) -> None:

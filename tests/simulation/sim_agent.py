@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rsup.launcher import process_events as ev
 from rsup.launcher.process_ending import HAS_PROCESSES
 from rsup.launcher.process_machine import decide, new_state
+from rsup.launcher.process_state import Settings
 from rsup.launcher.spool import Spool
 from rsup.supervisor import wire
 from tests.simulation.sim_training import SimRank, Training
@@ -28,7 +29,7 @@ class SimAgent:
 
     def __init__(self, world: World, info: wire.AgentInfo, spec: wire.JobSpec) -> None:
         self.world, self.info, self.spec = world, info, spec
-        settings = ev.Settings(spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, info.node)
+        settings = Settings(spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, info.node)
         self.state = new_state(settings, self.moment())
         self.spool = Spool(None)
         self.alive = True
@@ -48,7 +49,6 @@ class SimAgent:
         self.sent = 0
         self.sent_s = 0.0
         self.num_notes = 0
-        self.told_to_end = False
         self.tick()
 
     @property
@@ -151,8 +151,9 @@ class SimAgent:
         for rank in self.ranks:
             rank.alive = False
         self.send_facts(again=True)
-        self.world.to_supervisor(self, wire.Bye(self.agent_id))
-        if not self.told_to_end or len(self.spool):  # nobody may know: its keeper stays until somebody does
+        if not len(self.spool):
+            self.world.to_supervisor(self, wire.Bye(self.agent_id))
+        if not self.state.told or len(self.spool):  # nobody may know: its keeper stays until somebody does
             self.world.after(1.0, self._become_keeper)
 
     # ------------------------------------------------------------------------------------------------------------- ranks
@@ -288,7 +289,6 @@ class SimAgent:
                 self.feed(ev.Refused(message))
             case wire.Order():
                 self.spool.acknowledge(message.acked_fact)
-                self.told_to_end = self.told_to_end or any(isinstance(c, wire.EndJob) for c in message.commands)
                 self.feed(ev.OrderArrived(message))
                 if message.commands and not self.finished:
                     self.world.to_supervisor(self, self._report())

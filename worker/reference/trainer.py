@@ -178,7 +178,7 @@ class Trainer:
         if isinstance(owner, CheckpointError):
             raise owner
         assert owner is not None
-        return Checkpointer(self._directory, owner, self.ranks.saving, self._faults.while_saving)
+        return Checkpointer(self._directory, owner, self.ranks.saving, self._faults.while_saving, _report_commit)
 
     def _resume(self) -> None:
         load_dir = self.options.load_dir
@@ -241,7 +241,6 @@ class Trainer:
             self._durable_iteration = result.iteration
             self.say(f"checkpoint of iteration {result.iteration} is durable: {result.path} ({result.duration_s:.2f} s)")
             if self.ranks.rank == 0:
-                rsup.worker.report_checkpoint(result.iteration, str(result.path), result.duration_s)
                 self._write_ft_state()
         self._agreement.close_requests(result.iteration)
 
@@ -376,3 +375,7 @@ def marker_dir(options: Options) -> Path | None:
     if not options.fault:
         return None
     return options.save_dir / "faults-struck" if options.save_dir else runtime_dir() / "faults-struck"
+
+
+def _report_commit(iteration: int, path: Path, duration_s: float) -> None:
+    rsup.worker.report_checkpoint(iteration, str(path), duration_s)

@@ -1,0 +1,130 @@
+"""The part of the process machine about an attempt's ranks: their store, their start, their deaths, and that all are gone."""
+
+import signal
+
+from msgspec.structs import replace
+
+from rsup.launcher import process_requests
+from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S
+from rsup.launcher.process_ending import finish, reap, signal_ranks
+from rsup.launcher.process_events import (
+    AllReaped,
+    PrintReport,
+    RankDied,
+    RanksSpawned,
+    SpawnFailure,
+    SpawnRanks,
+    StoreFailure,
+    StoreReady,
+)
+from rsup.launcher.process_state import AgentState, Phase, Rank
+from rsup.launcher.process_turn import Turn
+from rsup.supervisor import wire
+
+
+def spawn(turn: Turn, command: wire.StartAttempt) -> None:
+    if command.attempt > 1:
+        turn.do(PrintReport(_restart_line(turn.state, command)))
+    turn.set(
+        phase=Phase.RUNNING,
+        start=command,
+        ranks=tuple(Rank(command.first_rank + i) for i in range(command.num_ranks)),
+        exits=(),
+        why_stopped="",
+        limits=command.limits,
+        stop=None,
+        reap_at=None,
+        said_stuck=False,
+        requests=(),
+        next_start=None,
+        failed_at=None,
+    )
+    turn.do(SpawnRanks(command, command.reason))
+
+
+def _restart_line(state: AgentState, command: wire.StartAttempt) -> str:
+    """Why there is another attempt, as the decider said when it ended the one before; else as we saw it."""
+    why = state.why_stopped.removeprefix(f"attempt {state.attempt} has failed: ")
+    failed = next((fact for fact in state.exits if fact.exit_code and not fact.by_us), None)
+    if not why and failed:
+        how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"
+        why = f"rank {failed.rank} {how}"
+    limit = f" of {command.max_restarts}" if command.max_restarts else ""
+    return f"rsup: attempt {command.attempt} starts: {why or command.reason} (restart {command.attempt - 1}{limit})"
+
+
+def spawned(turn: Turn, event: RanksSpawned) -> None:
+    if event.attempt != turn.state.attempt:
+        return
+    pids = event.pids
+    turn.set(ranks=tuple(replace(rank, pid=pids[i]) for i, rank in enumerate(turn.state.ranks)))
+    turn.fact(wire.AttemptStarted(turn.now.wall_us, event.attempt, list(pids)))
+    stop = turn.state.stop
+    if stop and stop.killed_at is not None:
+        signal_ranks(turn, turn.state.alive, signal.SIGKILL, stop.why, whole_session=True)
+    elif stop:
+        signal_ranks(turn, turn.state.alive, stop.signum, stop.why)
+
+
+def spawn_failed(turn: Turn, event: SpawnFailure) -> None:
+    if event.attempt != turn.state.attempt:
+        return
+    turn.fact(wire.StartFailed(turn.now.wall_us, event.attempt, event.message, event.exit_code))
+    turn.set(ranks=())
+    reap(turn, "the ranks could not be started")
+
+
+def store_ready(turn: Turn, event: StoreReady) -> None:
+    turn.fact(wire.StoreBound(turn.now.wall_us, event.attempt, event.host, event.port))
+
+
+def store_failed(turn: Turn, event: StoreFailure) -> None:
+    turn.fact(wire.StartFailed(turn.now.wall_us, event.attempt, event.message, event.exit_code))
+    if turn.state.phase is Phase.HOSTING:
+        turn.set(phase=Phase.GONE)
+
+
+def rank_died(turn: Turn, event: RankDied) -> None:
+    state = turn.state
+    if event.attempt != state.attempt or not state.ranks or not state.ranks[event.local_rank].alive:
+        return
+    rank = state.ranks[event.local_rank]
+    fact = wire.RankExited(
+        at_us=turn.now.wall_us,
+        attempt=event.attempt,
+        rank=rank.rank,
+        exit_code=event.exit_code,
+        signal=event.signal,
+        by_us=rank.signalled,
+        iteration=event.iteration,
+        section=event.section,
+        error=event.error,
+        traceback=event.traceback,
+        log_tail=event.log_tail,
+        declared=rank.declared,
+        declared_reason=rank.declared_reason,
+        saved=rank.saved,
+    )
+    turn.fact(fact)
+    turn.set(exits=(*turn.state.exits, fact))
+    turn.set_rank(event.local_rank, exit_code=event.exit_code)
+    process_requests.rank_left(turn, event.local_rank)
+    if event.exit_code and not rank.signalled and state.failed_at is None:
+        turn.set(failed_at=turn.now.mono_s)
+    if not turn.state.alive:
+        reap(turn, "all ranks of the attempt have exited")
+
+
+def reaped(turn: Turn, event: AllReaped) -> None:
+    state = turn.state
+    if event.attempt != state.attempt or state.alive:
+        return
+    process_requests.attempt_over(turn)
+    turn.fact(wire.RanksGone(turn.now.wall_us, event.attempt))
+    turn.set(phase=Phase.GONE, stop=None, reap_at=None)
+    if state.ending:
+        finish(turn, state.ending)
+    elif state.next_start:
+        spawn(turn, state.next_start)
+    elif state.signum:
+        turn.set(leave_at=turn.now.mono_s + (HURRIED_LEAVE_S if state.stop and state.stop.killed_at else LEAVE_S))

@@ -1,0 +1,141 @@
+"""`rsup serve`, and supervisors that other nodes reach: addresses, keys, wrong use."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rsup.launcher.spool import Spool
+from rsup.launcher.supervisor_client import SupervisorClient
+from rsup.supervisor import places
+from rsup.supervisor.wire import AgentInfo, JobSpec, Refusal, ToAgent, Welcome
+from tests.process.supervised_agent import MAIN, Agent, served, until
+
+# ---------------------------------------------------------------------------------------------------------- rsup serve
+
+
+def test_serve_answers_agents_over_tcp_with_a_key_and_people_over_rest(state: Path, own_directories: Path) -> None:
+    notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notify.bind(str(own_directories / "notify"))
+    notify.settimeout(20)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = os.environ | {"NOTIFY_SOCKET": str(own_directories / "notify"), "RSUP_IDLE_EXIT": "0"}
+    command = [*MAIN, "--listen", "127.0.0.1:0", "--rpc-listen", endpoint]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert notify.recv(100) == b"READY=1"
+            found = served(state)
+            assert found.pid == process.pid and not found.embedded and found.rpc_tcp == f"tcp://{endpoint}"
+            assert stat.S_IMODE((state / "key").stat().st_mode) == 0o600
+            secret = places.find_secret(state)
+            assert secret is not None
+            info = AgentInfo("far", "node1", "127.0.0.1", 1)
+            client = SupervisorClient(found.rpc_tcp, info, JobSpec(owner="ann"), Spool(None), places.link_key(secret))
+            until(lambda: client.connected, client.poll)
+            client.close()
+            with urllib.request.urlopen(f"{found.rest}/healthz", timeout=20) as answer:
+                assert answer.status == 200
+            token = (state / "token").read_text().strip()
+            assert stat.S_IMODE((state / "token").stat().st_mode) == 0o600
+            request = urllib.request.Request(f"{found.rest}/api/v1/jobs", headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert len(json.load(answer)["items"]) == 1
+            request = urllib.request.Request(f"{found.rest}/metrics", headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                metrics = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+            assert float(metrics["rsup_store_commits_total"]) >= 1
+            assert 0 < float(metrics["rsup_store_commit_seconds"]) <= float(metrics["rsup_store_commit_seconds_max"])
+            again = subprocess.run([*MAIN, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=30)
+            assert again.returncode == 1 and f"pid {process.pid}" in again.stderr
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0, errors
+        assert notify.recv(100) == b"STOPPING=1"
+    notify.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["--listen", "here"], "--listen: 'here' is no host:port"),
+        (["--idle-exit", "soon"], "'soon' is no number of seconds"),
+        (["--rpc", "http://x"], "no ipc:// or tcp:// address"),
+        (["--rpc", "tcp://127.0.0.1:0", "--key-file", "/nonexistent/key"], "cannot read the key file"),
+        (["--config", "/nonexistent/rsup.toml"], "there is no settings file"),
+    ],
+)
+def test_wrong_use_is_one_line(state: Path, arguments: list[str], says: str) -> None:
+    done = subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=30)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_on_a_network_file_system_other_hosts_get_an_address_and_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RSUP_ASSUME_NETWORK_FS", "1")
+    monkeypatch.setenv("RSUP_LOCAL_DIR", str(state.parent / "local"))
+    agent = Agent(state)
+    until(lambda: agent.client.connected, agent.turn, within_s=40)
+    found = served(state)
+    assert found.rpc_tcp.startswith(f"tcp://{places.this_host()}:")
+    secret = places.find_secret(state)
+    assert secret is not None
+    port = places.split_endpoint(found.rpc_tcp.removeprefix("tcp://"))[1]
+    far = AgentInfo("far", "node1", "127.0.0.1", 1)
+    client = SupervisorClient(f"tcp://127.0.0.1:{port}", far, JobSpec(owner="ann"), Spool(None), places.link_key(secret))
+    until(lambda: client.connected, client.poll)
+    client.close()
+    agent.close()
+
+
+def test_a_port_in_use_is_refused_in_one_line(state: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        agent = Agent(state, JobSpec(owner="ann", max_nodes=2, min_nodes=2, listen=f"127.0.0.1:{port}"))
+        until(lambda: agent.first(Refusal), agent.turn)
+        refusal = agent.first(Refusal)
+        agent.close()
+    assert isinstance(refusal, Refusal)
+    assert refusal.message == f"port {port} of 127.0.0.1 is in use; choose another --rdzv-endpoint"
+
+
+def test_two_nodes_meet_at_the_first_ones_endpoint(state: Path, own_directories: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    spec = JobSpec(owner="ann", min_nodes=2, max_nodes=2, rdzv_id="r1")
+    other = AgentInfo("other", "node1", "127.0.0.1", os.getpid(), "b", 1)
+    second = SupervisorClient(f"tcp://{endpoint}", other, replace_spec(spec, owner="somebody-else"), Spool(None))
+    first = Agent(state, replace_spec(spec, listen=endpoint))
+    joined: list[ToAgent] = []
+    until(lambda: any(isinstance(m, Welcome) for m in joined) and first.first(Welcome), lambda: _both(first, second, joined))
+    jobs = {message.job_id for message in [*joined, *first.messages] if isinstance(message, Welcome)}
+    assert len(jobs) == 1
+    pid = served(state).pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not second.connected and not first.client.connected, lambda: _both(first, second, joined))
+    until(lambda: second.connected and first.client.connected, lambda: _both(first, second, joined))
+    first.close()
+    second.close()
+
+
+def replace_spec(spec: JobSpec, **changes: object) -> JobSpec:
+    import msgspec
+
+    return msgspec.structs.replace(spec, **changes)
+
+
+def _both(first: Agent, second: SupervisorClient, joined: list[ToAgent]) -> None:
+    first.turn()
+    joined.extend(second.poll())
