@@ -137,6 +137,9 @@ class Agent:
         self._decide_all()  # a gap must be known before the board is looked at
         if line := self._decider.look_after():
             self._say(line)
+            if self._state.joined:
+                self._events.append(ev.Noticed("warning", line.removeprefix("rsup: ")))
+        self._keeper.flush()
         self._hear_supervisor()
         self._link.flush()
         self._look_at_board(now_s)
@@ -345,7 +348,7 @@ class Agent:
     def _say_where(self, welcome: wire.Welcome) -> None:
         if not self._said_where:
             self._said_where = True
-            self._say(where_to_look(self._options, welcome))
+            self._say(where_to_look(self._options, welcome, is_embedded=self._decider.route.is_embedded))
         if welcome.supervisor.notice not in ("", self._said_notice):
             self._said_notice = welcome.supervisor.notice
             self._say(f"rsup: {self._said_notice}")

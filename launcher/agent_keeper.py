@@ -69,6 +69,10 @@ class AgentKeeper:
         self._sessions = sessions
         self._keeper.set_sessions(sessions)
 
+    def flush(self) -> None:
+        """As `Keeper.flush`."""
+        self._keeper.flush()
+
     def dismiss(self) -> None:
         """All it could do for us is done; waiting for its goodbye (it may be importing torch) would only cost time."""
         with suppress(ProcessLookupError):

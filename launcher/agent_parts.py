@@ -2,10 +2,13 @@
 
 import os
 import secrets
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from getpass import getuser
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from rsup.launcher.agent_places import AgentPlaces, make_places
 from rsup.launcher.board_reader import BoardReader
@@ -21,6 +24,9 @@ from rsup.launcher.stop_signals import SignalInbox
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places, wire
 from rsup.supervisor.heartbeat_board import process_start_ticks
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,36 @@ def open_parts(
     return AgentParts(agent, _settings(options), signals, decider, agent_places, logs, board, link, spool, client)
 
 
-def where_to_look(options: LaunchOptions, welcome: wire.Welcome) -> str:
-    """The line at the start of a job."""
-    num_ranks = options.nproc_per_node
+def where_to_look(options: LaunchOptions, welcome: wire.Welcome, *, is_embedded: bool) -> str:
+    """The line at the start of a job, with the command that shows it here. `is_embedded`: the supervisor is the one of our
+    state directory."""
+    num_ranks, most, least = options.nproc_per_node, options.max_nodes, options.min_nodes
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    nodes = f" on each of {options.max_nodes} nodes" if options.max_nodes > 1 else ""
-    page = f" or {welcome.supervisor.rest}" if welcome.supervisor.rest else ""
-    return f"rsup: job {welcome.job_id}: {ranks}{nodes}; see rsup status {welcome.job_id}{page}"
+    nodes = f" on this node, of {f'{least} to ' if least < most else ''}{most} nodes" if most > 1 else ""
+    where = "" if is_embedded else _where(options, welcome.supervisor)
+    page = " (--page: in a browser)" if welcome.supervisor.rest and not where.startswith(" on ") else ""
+    return f"rsup: job {welcome.job_id}: {ranks}{nodes}; see rsup status {welcome.job_id}{where}{page}"
+
+
+def _where(options: LaunchOptions, supervisor: wire.SupervisorInfo) -> str:
+    """What a reading command needs to ask that supervisor: nothing if it is that of our state directory; another directory
+    that we can read; its address, if that can be reached from here. Else, where the command has to be typed."""
+    theirs = Path(supervisor.store).parent if supervisor.store.startswith("/") else None
+    here = supervisor.host == places.this_host()
+    if theirs and here and theirs != options.state_dir and os.access(theirs / "token", os.R_OK):
+        return f" --state-dir {shlex.quote(str(theirs))}"
+    if _serves(options.state_dir, supervisor) or (here and theirs == options.state_dir):
+        return ""
+    rest = urlsplit(supervisor.rest)
+    if not rest.hostname or (rest.hostname in _LOOPBACK and not here):
+        return f" on {supervisor.host}"
+    address = supervisor.rest if rest.hostname not in _ALL_ADDRESSES else f"http://{supervisor.host}:{rest.port}"
+    return f" --supervisor {address}"
+
+
+def _serves(state_dir: Path, supervisor: wire.SupervisorInfo) -> bool:
+    found = places.read_supervisor_file(state_dir)
+    return found is not None and found.instance == supervisor.instance
 
 
 def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider) -> wire.AgentInfo:
@@ -100,6 +129,9 @@ def _settings(options: LaunchOptions) -> Settings:
         supervisor_grace_s=options.supervisor_grace,
         fence_timeout_s=options.fence_timeout,
         join_timeout_s=options.join_timeout,
+        last_call_s=options.last_call,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
         node=places.this_host(),
     )
 

@@ -1,7 +1,8 @@
 """Where this agent's supervisor is, and the link to it: shared, behind the rendezvous endpoint, or embedded.
 
 A shared supervisor that does not answer a new launch within `FALLBACK_AFTER_S` is replaced by an embedded one, in a line;
-with `--require-supervisor` the launch ends with 75. An embedded one is started again whenever it does not answer.
+with `--require-supervisor` the launch ends with 75. An embedded one is started again whenever it does not answer, and killed
+first if it lives and is silent.
 """
 
 import socket
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
-from rsup.launcher.supervisor_process import EmbeddedSupervisor
+from rsup.launcher.supervisor_process import SILENT_S, EmbeddedSupervisor, StartError
 from rsup.supervisor import places, wire
 from rsup.supervisor.places import LinkKey
 from rsup.supervisor.wire import RsupError, UsageError
@@ -117,6 +118,7 @@ class Decider:
         self._tcp_key = self._find_key()
         self._since_s = time.monotonic()
         self._said_silence = False
+        self._said_trouble = ""
         self._embedded = self._start_embedded()
 
     def connect(self, agent: wire.AgentInfo, spec: wire.JobSpec, spool: Spool) -> SupervisorClient:
@@ -145,15 +147,26 @@ class Decider:
                 self._embedded.heard()
             return ""
         if self._embedded:
-            address = self._embedded.ensure()
-            if address != self.client.address:
-                self.client.use_address(address, self._key_for(address))
-            return self._say_silence(f"see {self._options.state_dir / 'supervisor.log'}")
+            return self._look_after_embedded(self._embedded)
         if not self.route.shared:
             return self._say_silence("is the first node up, and this --rdzv-endpoint its address?")
         if self.route.shared and self.client.supervisor is None and time.monotonic() - self._since_s >= FALLBACK_AFTER_S:
             return self._fall_back()
         return ""
+
+    def _look_after_embedded(self, embedded: EmbeddedSupervisor) -> str:
+        if pid := embedded.kill_silent():
+            return f"rsup: the supervisor (pid {pid}) has said nothing for {SILENT_S:g} s: it was killed, and another goes on"
+        try:
+            address = embedded.ensure()
+        except StartError as error:
+            if self.client.supervisor is None:
+                raise
+            said, self._said_trouble = self._said_trouble, str(error)  # training goes on: it is tried again
+            return f"rsup: {error}" if said != self._said_trouble else ""
+        if address != self.client.address:
+            self.client.use_address(address, self._key_for(address))
+        return self._say_silence(f"see {self._options.state_dir / 'supervisor.log'}")
 
     def _say_silence(self, hint: str) -> str:
         """One line for a person who waits, once: nothing starts before a supervisor answers."""

@@ -126,7 +126,8 @@ def _other_lines(others: Sequence[RankExited]) -> list[str]:
     lines = []
     failed = [e for e in others if not is_victim(e)]
     for other in failed[:4]:
-        lines.append(f"  also failed: rank {other.rank}, {exit_text(other.exit_code, other.signal)}: {_one_line(other.error)}")
+        error = f": {_one_line(other.error)}" if _one_line(other.error) else ""
+        lines.append(f"  also failed: rank {other.rank}, {exit_text(other.exit_code, other.signal)}{error}")
     if failed[4:]:
         lines.append(f"  also failed: ranks {_ranks(failed[4:])}")
     victims = [e for e in others if is_victim(e)]

@@ -11,6 +11,7 @@ torch (a second or two) connections wait in the backlog, so ranks start at once.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import importlib.util
 import os
@@ -35,11 +36,18 @@ from rsup.supervisor.wire import RsupError
 __all__ = ["Keeper", "PortInUse", "bind_store_socket"]
 
 GOODBYE_WITHIN_S = 1.0
+HAND_OVER_WITHIN_S = 1.0
 DROP_WITHIN_S = 2.0
 
 
+class KeeperStartError(RsupError):
+    """The interpreter that runs this cannot be started again, so there is no keeper."""
+
+
 class Keeper:
-    """A running keeper. All methods are called from the agent's main thread and do not wait for the keeper, except `close`.
+    """A running keeper. All methods are called from the agent's main thread and do not wait for the keeper, except `close`
+    and `hand_over`. What a keeper that does not read (it is stopped, or slow) cannot take is kept, the newest of each kind, and
+    sent by the next `flush`.
 
     Hold on to it: when the last reference goes without `close`, the socket does, and the keeper takes that for the agent's
     end.
@@ -52,6 +60,7 @@ class Keeper:
         self._pidfd = os.pidfd_open(popen.pid)
         self._attempts: set[int] = set()
         self._dropped_s: float | None = None
+        self._unsent: list[companion.ToKeeper] = []
         self.pid = popen.pid
         self.hosts_stores = importlib.util.find_spec("torch") is not None
         """False where torch is not installed for this interpreter: ranks then need TORCHELASTIC_USE_AGENT_STORE=False, and
@@ -78,16 +87,21 @@ class Keeper:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_path = spool_path.with_suffix(".keeper")
         with theirs, open(log_path, "ab", opener=_private) as log, _blocked_signals():
-            popen = subprocess.Popen(
-                # -P: the user's directory must not replace modules of ours
-                [sys.executable, "-P", "-m", companion.__name__, str(theirs.fileno()), agent_id],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={name: value for name, value in os.environ.items() if (name, value) != ("RSUP_MARK", mark)},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # what kills the launcher's group leaves it alive
-            )
+            try:
+                popen = subprocess.Popen(
+                    # -P: the user's directory must not replace modules of ours
+                    [sys.executable, "-P", "-m", companion.__name__, str(theirs.fileno()), agent_id],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={name: value for name, value in os.environ.items() if (name, value) != ("RSUP_MARK", mark)},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # what kills the launcher's group leaves it alive
+                )
+            except OSError as error:
+                ours.close()
+                problem = f"cannot start the launcher's keeper with {sys.executable}: {error.strerror}"
+                raise KeeperStartError(f"{problem}; is this Python still there, and processes left (ulimit -u)?") from None
         keeper = cls(popen, ours, log_path)
         keeper._send(companion.Begin(agent_pid, process_start_ticks(agent_pid), mark, str(spool_path), str(log_path)))
         keeper.set_files(remove)
@@ -103,7 +117,7 @@ class Keeper:
         with self._bind(host, port) as listening:
             port = int(listening.getsockname()[1])
             if self.hosts_stores and not self._send(companion.HostAttempt(attempt, port), listening.fileno()):
-                raise RsupError("the launcher's keeper process has died; the attempt has no TCPStore")
+                raise RsupError("the launcher's keeper process has died or does not listen; the attempt has no TCPStore")
         self._attempts.add(attempt)
         return port
 
@@ -112,24 +126,29 @@ class Keeper:
         if attempt in self._attempts:
             self._attempts.discard(attempt)
             self._dropped_s = time.monotonic()
-            self._send(companion.DropAttempt(attempt))
+            self._tell(companion.DropAttempt(attempt))
 
     def set_member(self, agent: wire.AgentInfo, spec: wire.JobSpec, epoch: int) -> None:
         """In whose name the last facts would be sent: call it after each `Welcome`, with its job id in `spec`."""
-        self._send(companion.UseMember(agent, msgspec.structs.replace(spec, command=[]), epoch))
+        self._tell(companion.UseMember(agent, msgspec.structs.replace(spec, command=[]), epoch))
 
     def set_supervisor(self, address: str, key: LinkKey | None = None) -> None:
         """Where the last facts would go from now on; an empty address: nowhere, they stay in the spool."""
         keys = None if key is None else (key.server_public, key.server_secret, key.client_public, key.client_secret)
-        self._send(companion.UseSupervisor(address, keys))
+        self._tell(companion.UseSupervisor(address, keys))
 
     def set_sessions(self, sessions: Collection[int]) -> None:
         """The sessions (leader pids) of the ranks now running: finds descendants that wiped their environment."""
-        self._send(companion.UseSessions(list(sessions)))
+        self._tell(companion.UseSessions(list(sessions)))
 
     def set_files(self, remove: Sequence[Path]) -> None:
         """Replace the list of files and folders to delete if the agent dies."""
-        self._send(companion.UseFiles([str(path) for path in remove]))
+        self._tell(companion.UseFiles([str(path) for path in remove]))
+
+    def flush(self) -> None:
+        """Send what could not be sent before: call it ten times a second."""
+        while self._unsent and self._send(self._unsent[0]):
+            del self._unsent[0]
 
     def fileno(self) -> int:
         """A pidfd: readable once the keeper has died."""
@@ -165,8 +184,13 @@ class Keeper:
 
     def hand_over(self, reason: str) -> bool:
         """Leave everything to the keeper: as soon as this process has ended it delivers the spool, and why we went. False:
-        it has died. The socket stays open until then; nothing else may be called afterwards."""
-        alive = self._send(companion.HandOver(reason))
+        it has died, or has taken nothing for a second. The socket stays open until then; nothing else may be called
+        afterwards."""
+        self._tell(companion.HandOver(reason))
+        give_up_s = time.monotonic() + HAND_OVER_WITHIN_S
+        while self._unsent and not select.select([self._pidfd], [], [], 0.01)[0] and time.monotonic() < give_up_s:
+            self.flush()
+        alive = not self._unsent
         self._link.detach()
         self._popen.returncode = 0  # it outlives us: nobody waits for it
         os.close(self._pidfd)
@@ -182,11 +206,20 @@ class Keeper:
                     raise
                 time.sleep(0.01)
 
+    def _tell(self, message: companion.ToKeeper) -> None:
+        """Send a message that takes the place of earlier ones of its kind, now or when the keeper takes it."""
+        if not isinstance(message, companion.DropAttempt):
+            self._unsent = [other for other in self._unsent if type(other) is not type(message)]
+        self._unsent.append(message)
+        self.flush()
+
     def _send(self, message: companion.ToKeeper, descriptor: int | None = None) -> bool:
-        """Hand a message over; False if the keeper has died."""
+        """Hand a message over; False if the keeper has died, or its socket is full."""
         data = companion.encode(message)
+        # not socket.send_fds: it forgets its flags and would wait for a keeper that does not read
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            socket.send_fds(self._link, [data], [] if descriptor is None else [descriptor], socket.MSG_DONTWAIT)
+            self._link.sendmsg([data], rights, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
             return False
         return True

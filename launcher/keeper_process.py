@@ -29,6 +29,7 @@ from rsup.supervisor import places, wire
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 MAX_PACKET_BYTES = 128 * 1024
+_INT_BYTES = 4
 AGENT_PATIENCE_S = 2.0
 REAP_WITHIN_S = 30.0
 DELIVER_WITHIN_S = 300.0
@@ -153,7 +154,8 @@ class KeeperProcess:
     def _read(self) -> bool:
         """Take one packet; False at the end of the socket, or where there is none."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._link, MAX_PACKET_BYTES, 1, socket.MSG_DONTWAIT)
+            # not socket.recv_fds: it forgets its flags and would wait
+            data, rights, _, _ = self._link.recvmsg(MAX_PACKET_BYTES, socket.CMSG_LEN(_INT_BYTES), socket.MSG_DONTWAIT)
         except OSError:
             return False
         if not data:
@@ -170,7 +172,7 @@ class KeeperProcess:
         elif isinstance(message, UseFiles):
             self._paths = message.paths
         elif isinstance(message, HostAttempt):
-            self._stores.host(message.attempt, message.port, descriptors[0])
+            self._stores.host(message.attempt, message.port, int.from_bytes(rights[0][2][:_INT_BYTES], sys.byteorder))
         elif isinstance(message, DropAttempt):
             self._stores.drop(message.attempt)
         elif isinstance(message, HandOver):

@@ -23,8 +23,8 @@ from rsup.supervisor import wire
 
 
 def spawn(turn: Turn, command: wire.StartAttempt) -> None:
-    if command.attempt > 1:
-        turn.do(PrintReport(_restart_line(turn.state, command)))
+    if command.attempt > 1 or turn.state.settings.max_nodes > 1:
+        turn.do(PrintReport(_start_line(turn.state, command)))
     turn.set(
         phase=Phase.RUNNING,
         start=command,
@@ -42,15 +42,23 @@ def spawn(turn: Turn, command: wire.StartAttempt) -> None:
     turn.do(SpawnRanks(command, command.reason))
 
 
-def _restart_line(state: AgentState, command: wire.StartAttempt) -> str:
-    """Why there is another attempt, as the decider said when it ended the one before; else as we saw it."""
+def _start_line(state: AgentState, command: wire.StartAttempt) -> str:
+    """What starts; and why there is another attempt, as the decider said when it ended the one before; else as we saw it.
+    A newcomer knows no reason."""
     why = state.why_stopped.removeprefix(f"attempt {state.attempt} has failed: ")
     failed = next((fact for fact in state.exits if fact.exit_code and not fact.by_us), None)
     if not why and failed:
         how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"
         why = f"rank {failed.rank} {how}"
     limit = f" of {command.max_restarts}" if command.max_restarts else ""
-    return f"rsup: attempt {command.attempt} starts: {why or command.reason} (restart {command.attempt - 1}{limit})"
+    restart = f" (restart {command.attempt - 1}{limit})" if command.attempt > 1 else ""
+    size = f" with {_size(command)}" if state.settings.max_nodes > 1 else ""
+    return f"rsup: attempt {command.attempt} starts{size}{why and ': '}{why}{restart}"
+
+
+def _size(command: wire.StartAttempt) -> str:
+    ranks, nodes = command.world_size, command.group_world_size
+    return f"{ranks} rank{'s'[: ranks > 1]} on {nodes} node{'s'[: nodes > 1]}"
 
 
 def spawned(turn: Turn, event: RanksSpawned) -> None:

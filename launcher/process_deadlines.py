@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from rsup.launcher.process_ending import HAS_PROCESSES, end_after_ranks, finish, kill_ranks, signal_ending
-from rsup.launcher.process_events import NameSurvivors, Tick
+from rsup.launcher.process_events import NameSurvivors, PrintReport, Tick
 from rsup.launcher.process_state import AgentState, Ending, Gap, Phase
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
@@ -19,6 +19,8 @@ STUCK_AFTER_S = 30.0
 """A process that outlives its SIGKILL this long cannot be ended from here: it is named."""
 GIVE_UP_AFTER_S = 90.0
 """The decider ends such a job after the grace and 60 s; an agent that hears nothing of that goes by itself."""
+SAY_WAITING_AFTER_S = 5.0
+"""A person in front of a terminal on which nothing happens for so long is told what is waited for."""
 MAX_GAPS = 64
 
 
@@ -28,6 +30,7 @@ def tick(turn: Turn, event: Tick) -> None:
     _kill_when_due(turn)
     _give_up_when_stuck(turn)
     fence_when_due(turn)
+    _say_what_is_waited_for(turn)
     _leave_when_due(turn)
 
 
@@ -50,6 +53,7 @@ def _account_for_suspension(turn: Turn) -> None:
         reap_at=_later(state.reap_at, late_s),
         failed_at=_later(state.failed_at, late_s),
         leave_at=_later(state.leave_at, late_s),
+        say_waiting_at=_later(state.say_waiting_at, late_s),
     )
     if state.phase in HAS_PROCESSES:
         turn.note("warning", f"the launcher did not run for {late_s:.1f} s (suspended?): limits and graces were moved by that")
@@ -97,6 +101,34 @@ def fence_when_due(turn: Turn) -> None:
     if state.stop is None or state.stop.killed_at is None:
         turn.note("error", f"cut off from the supervisor for {fence_s:g} s: the ranks are killed (fence timeout)")
         kill_ranks(turn, f"the supervisor was not heard for {fence_s:g} s (fence timeout)")
+
+
+def _say_what_is_waited_for(turn: Turn) -> None:
+    state, settings, now_s = turn.state, turn.state.settings, turn.now.mono_s
+    waited_s = _waited_s(state, now_s)
+    due = state.joined and state.ending is None and _decision_is_due(state) and not _succeeded_here(state)
+    if due and waited_s >= SAY_WAITING_AFTER_S and not state.said_silent:
+        turn.set(said_silent=True)
+        what = "a rank has failed, and" if state.failed_at is not None else "a decision is due, and"
+        end = f"without its word this launch ends with 88 after {settings.supervisor_grace_s:g} s"
+        turn.do(PrintReport(f"rsup: {what} nothing has been heard of the supervisor for {waited_s:.0f} s; {end}"))
+    elif state.say_waiting_at is not None and now_s >= state.say_waiting_at:
+        turn.set(say_waiting_at=None)
+        if state.phase is Phase.IDLE and not state.signum:
+            turn.do(PrintReport(f"rsup: {_forming_text(state)}"))
+
+
+def _forming_text(state: AgentState) -> str:
+    settings = state.settings
+    within = f"it waits up to {_duration(settings.join_timeout_s)} for that (--join-timeout)"
+    if settings.min_nodes == settings.max_nodes:
+        return f"waiting for other nodes: the job starts when all {settings.max_nodes} are here; {within}"
+    few = f"{_duration(settings.last_call_s)} after there are at least {settings.min_nodes}"
+    return f"waiting for other nodes: the job starts with {settings.max_nodes}, or {few}; {within}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:g} min" if seconds >= 120 and not seconds % 30 else f"{seconds:g} s"
 
 
 def _leave_when_due(turn: Turn) -> None:

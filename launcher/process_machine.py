@@ -36,7 +36,14 @@ from rsup.launcher.process_attempt import (
     store_failed,
     store_ready,
 )
-from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S, STUCK_AFTER_S, fence_when_due, tick
+from rsup.launcher.process_deadlines import (
+    HURRIED_LEAVE_S,
+    LEAVE_S,
+    SAY_WAITING_AFTER_S,
+    STUCK_AFTER_S,
+    fence_when_due,
+    tick,
+)
 from rsup.launcher.process_ending import (
     HAS_PROCESSES,
     end_after_ranks,
@@ -55,6 +62,7 @@ from rsup.launcher.process_events import (
     Noticed,
     OrderArrived,
     Overdue,
+    PrintReport,
     PushLimits,
     RankDied,
     RankMessage,
@@ -97,7 +105,7 @@ def decide(state: AgentState, event: Event, now: Moment) -> tuple[AgentState, li
 def _heard(turn: Turn, epoch: int) -> None:
     """The decider has spoken; a message that waited while we were suspended does not undo a fence that is due."""
     fence_when_due(turn)
-    turn.set(epoch=epoch, contact_at=turn.now.mono_s, heard_at=turn.now.mono_s)
+    turn.set(epoch=epoch, contact_at=turn.now.mono_s, heard_at=turn.now.mono_s, said_silent=False)
 
 
 def _welcomed(turn: Turn, event: Welcomed) -> None:
@@ -105,6 +113,8 @@ def _welcomed(turn: Turn, event: Welcomed) -> None:
     welcome, store = event.welcome, event.welcome.supervisor.store
     if turn.state.store and store != turn.state.store:
         turn.set(last_command=0)  # a supervisor with another store counts from 1
+    if not turn.state.joined and turn.state.settings.max_nodes > 1:
+        turn.set(say_waiting_at=turn.now.mono_s + SAY_WAITING_AFTER_S)
     turn.set(
         store=store or turn.state.store,
         joined=True,
@@ -213,6 +223,8 @@ def _set_limits(turn: Turn, command: wire.SetLimits) -> None:
 
 def _park(turn: Turn, command: wire.Park) -> None:
     if turn.state.phase not in HAS_PROCESSES:
+        if turn.state.phase is not Phase.PARKED:
+            turn.do(PrintReport(f"rsup: {command.reason}"))
         turn.set(phase=Phase.PARKED)
 
 
@@ -221,6 +233,8 @@ def _end_job(turn: Turn, command: wire.EndJob) -> None:
     turn.set(told=True)
     if result.exit_code and any(fact.exit_code and not fact.by_us for fact in state.exits):
         report = failure_report(state.job_id, state.exits, reason=result.reason)  # it was here: we have the last log lines
+    if report and result.exit_code == wire.EXIT_NO_REQUEUE and "identical failures" in result.reason:
+        report += "\nrsup: exit 93, do not requeue as it is: equal failures end a job, --identical-failures N says how many"
     end_after_ranks(turn, Ending(result, report), grace_s=0.0, why=command.reason)
 
 

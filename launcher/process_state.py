@@ -43,7 +43,10 @@ class Settings(Struct, frozen=True):
     supervisor_grace_s: float = 300.0
     fence_timeout_s: float | None = None
     join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
     node: str = ""
+    min_nodes: int = 1
+    max_nodes: int = 1
 
 
 class Rank(Struct, frozen=True):
@@ -129,6 +132,10 @@ class AgentState(Struct, frozen=True):
     """When a rank failed by itself; a decision has been due since then."""
     leave_at: float | None = None
     """After a signal, without ranks: when to go without the decider's word."""
+    say_waiting_at: float | None = None
+    """When to tell a person that the job waits for other nodes. None: not, or said."""
+    said_silent: bool = False
+    """It has been said that a decision is due and nothing is heard of the decider, since it was last heard."""
     gaps: tuple[Gap, ...] = ()
     num_dropped: int = 0
     """Orders of an older epoch."""

@@ -33,7 +33,6 @@ from rsup.launcher.reaping import (
     is_dead,
     marked_processes,
     open_process,
-    read_stat,
     reap_everything,
     send_signal,
 )
@@ -80,13 +79,6 @@ class RankProcess:
         self.local_rank = local_rank
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
-        stat = read_stat(popen.pid)
-        self.start_ticks = stat.start_ticks if stat else 0
-
-    @property
-    def process_id(self) -> ProcessId:
-        """Its pid and start time. The pid is also its session's number."""
-        return ProcessId(self.pid, self.start_ticks)
 
     def fileno(self) -> int:
         """The pidfd."""

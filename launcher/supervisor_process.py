@@ -2,7 +2,8 @@
 
 Several agents may come here at once and all start one: the supervisor takes a lock before it binds its socket, the losers end
 without a word, and every agent dials the same address. So starting one too many does no harm, and the agent calls `ensure`
-again whenever its supervisor is silent.
+again whenever its supervisor is silent. One that lives and says nothing for long (`SILENT_S`: stopped, or stuck) is killed and
+replaced: its state is the store. A shared supervisor is never touched.
 
 On a plain machine the supervisor is nobody's child and in a session of its own: it outlives the terminal and the launch that
 started it, and the agent, a child subreaper, must not take it for a rank's descendant. Under a scheduler or in a container it
@@ -12,6 +13,7 @@ stays in the job's process tree, whose end is its end.
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,9 +21,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rsup.launcher.reaping import ProcessId, is_dead, open_process, read_stat, send_signal
 from rsup.supervisor import places
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.places import SupervisorFile
+from rsup.supervisor.wire import RsupError
+
+SILENT_S = 30.0
+"""An embedded supervisor that lives and has said nothing for so long is replaced."""
+SUSPENDED_AFTER_S = 1.0
+"""Longer between two looks at the supervisor, and it was we who did not run: that is not its silence."""
 
 _FIRST_RESTART_S = 0.5
 _LONGEST_RESTART_S = 30.0
@@ -33,9 +42,8 @@ _RANK_VARIABLES = ("RSUP_MARK", "RSUP_JOB_ID", "RSUP_RUN", "RSUP_ATTEMPT", "RSUP
 _NOT_FOR_THE_SUPERVISOR = {*_RANK_VARIABLES, "RSUP_SUPERVISOR", "RSUP_EMBEDDED"}
 
 
-def ensure_supervisor(state: Path) -> str:
-    """Address of the embedded supervisor of that state directory, which is started if none runs. Does not wait for it."""
-    return EmbeddedSupervisor(state).ensure()
+class StartError(RsupError):
+    """The interpreter that runs this cannot be started again, so there is no supervisor."""
 
 
 class EmbeddedSupervisor:
@@ -60,10 +68,12 @@ class EmbeddedSupervisor:
         self._children: list[subprocess.Popen[bytes]] = []
         self._foreign = ""
         self._foreign_asked_s: float | None = None
+        self._silence = Silence(clock)
         self.num_starts = 0
 
     def ensure(self) -> str:
-        """Address at which the supervisor answers or soon will. Raise `PlaceError` where it can have no socket."""
+        """Address at which the supervisor answers or soon will. Raise `PlaceError` where it can have no socket, `StartError`
+        where no process can be started."""
         self._children = [child for child in self._children if child.poll() is None]
         found = self._read_live()
         if found:
@@ -94,11 +104,17 @@ class EmbeddedSupervisor:
         """It has answered: the next restart need not wait."""
         self._pause_s = _FIRST_RESTART_S
         self._started_s = None
+        self._silence.end()
 
-    @property
-    def num_running(self) -> int:
-        """Supervisors that we started as children and that have not ended."""
-        return sum(child.poll() is None for child in self._children)
+    def kill_silent(self) -> int:
+        """Call it with `ensure` while the supervisor does not answer: one that lives and has been silent for `SILENT_S` is
+        killed, and its pid returned; else 0."""
+        found = places.read_supervisor_file(self._state)
+        mine = ProcessId(found.pid, found.start_ticks) if found and found.embedded and _is_ours(found) else None
+        if not self._silence.is_too_long(mine) or mine is None:
+            return 0
+        self._silence.end()
+        return mine.pid if _kill(mine) else 0
 
     def _start(self, address: str) -> None:
         self.num_starts += 1
@@ -110,6 +126,30 @@ class EmbeddedSupervisor:
             else:
                 with _no_subreaper():
                     _spawn(["/bin/sh", "-c", '"$@" & exit 0', "rsup", *command], errors).wait()
+
+
+class Silence:
+    """How long a supervisor has said nothing, while we were running and listening. `clock` as there."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._whose: ProcessId | None = None
+        self._looked_s = 0.0
+        self._lasted_s = 0.0
+
+    def end(self) -> None:
+        """It has spoken, or is no more."""
+        self._whose = None
+
+    def is_too_long(self, whose: ProcessId | None) -> bool:
+        """Count on, ten times a second. Another process begins anew, and what we slept through does not count."""
+        now_s = self._clock()
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        if whose != self._whose:
+            self._whose, self._lasted_s = whose, 0.0
+        elif passed_s <= SUSPENDED_AFTER_S:
+            self._lasted_s += passed_s
+        return self._lasted_s >= SILENT_S
 
 
 def belongs_to_job() -> bool:
@@ -130,6 +170,27 @@ def read_live(state: Path) -> str:
 
 def _lives_here(found: SupervisorFile) -> bool:
     return found.boot_id == places.boot_id() and process_start_ticks(found.pid) == found.start_ticks
+
+
+def _is_ours(found: SupervisorFile) -> bool:
+    """Whether it lives here and is this user's. (A zombie that nobody reaps does not live.)"""
+    try:
+        owner = os.stat(f"/proc/{found.pid}").st_uid
+    except OSError:
+        return False
+    stat = read_stat(found.pid)
+    lives = stat is not None and not is_dead(stat) and _lives_here(found)
+    return lives and found.host == places.this_host() and owner == os.getuid()
+
+
+def _kill(process: ProcessId) -> bool:
+    pidfd = open_process(process)
+    if pidfd is None:
+        return False
+    try:
+        return send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
 
 
 def _listens(address: str) -> bool:
@@ -157,15 +218,19 @@ def _accepts(address: str) -> bool:
 
 
 def _spawn(command: list[str], errors: int) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        cwd="/",
-        env=_environment(),
-        start_new_session=True,
-    )
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,
+        )
+    except OSError as error:
+        problem = f"cannot start the supervisor with {command[0]}: {error.strerror}"
+        raise StartError(f"{problem}; is this Python still there, and processes left (ulimit -u)?") from None
 
 
 def _environment() -> dict[str, str]:

@@ -212,17 +212,20 @@ def ranks_gone(turn: Turn, agent_id: str, fact: RanksGone) -> None:
 def stop_training(turn: Turn, stop: StopRequest, except_agent: str = "") -> None:
     """End the job because somebody said so: the ranks may save and leave. `except_agent` has told its own ranks already."""
     state = turn.state
+    asked = []
+    if state.phase not in (Phase.STOPPING, Phase.COLLECTING):
+        live = [(agent_id, a.info.node) for agent_id, a in state.agents.items() if a.live_attempt == state.attempt]
+        asked = [(agent_id, node) for agent_id, node in live if state.attempt and agent_id != except_agent]
     turn.change(stop=stop)
-    turn.log("StopRequested", stop.reason, "warning", principal=stop.principal)
+    data: dict[str, object] = {"request_id": stop.request_id, "nodes": [node for _, node in asked]}
+    turn.log("StopRequested", stop.reason, "warning", principal=stop.principal, data=data)
     if state.phase is Phase.STOPPING:
         return
     grace_s = state.spec.stop_grace_s
     if state.phase is Phase.COLLECTING:
         stop_attempt(turn, stop.reason)
-    else:
-        for agent_id, agent in list(state.agents.items()):
-            if agent.live_attempt == state.attempt and agent.live_attempt and agent_id != except_agent:
-                turn.command(agent_id, StopTraining(0, stop.reason, stop.request_id, grace_s))
+    for agent_id, _ in asked:
+        turn.command(agent_id, StopTraining(0, stop.reason, stop.request_id, grace_s))
     turn.enter(Phase.STOPPING, turn.now.s + grace_s + ESCALATE_AFTER_S)
 
 

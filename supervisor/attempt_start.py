@@ -64,6 +64,7 @@ def _fresh(agent: AgentState, role: Role, group_rank: int, first_rank: int) -> A
         stacks=None,
         stepped=False,
         first_iteration=0,
+        took_ranks="",
     )
 
 

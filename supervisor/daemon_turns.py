@@ -66,12 +66,19 @@ class WatchedStore:
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`."""
         began_s = time.monotonic()
+        self._noting_a_loss(lambda: self._store.commit(records))
+        self.commit_s.add(time.monotonic() - began_s)
+
+    def probe(self) -> None:
+        """See `store.Store`."""
+        self._noting_a_loss(self._store.probe)
+
+    def _noting_a_loss(self, write: Callable[[], None]) -> None:
         try:
-            self._store.commit(records)
+            write()
         except StoreHeld as held:
             self.lost = held
             raise
-        self.commit_s.add(time.monotonic() - began_s)
 
     def close(self) -> None:
         """See `store.Store`."""
@@ -194,6 +201,7 @@ class Turns:
             "messages_sent_total": counters.sent,
             "messages_bad_total": counters.bad,
             "messages_dropped_total": counters.dropped,
+            "inputs_dropped_total": self.loop.num_dropped,
             "hellos_refused_total": counters.refused,
             "store_commits_total": self._store.commit_s.num,
             "store_commit_seconds": self._store.commit_s.last,

@@ -34,6 +34,7 @@ _WAITS_BY_NAME = re.compile(
 )
 _THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 INNERMOST_FRAMES = 6
+_NAMED_LIMITS = ("out-of-section", "heartbeat", "initial-heartbeat", "startup", "warmup")
 
 
 class Hung(Struct, frozen=True):
@@ -132,18 +133,21 @@ def _training_thread(stack: str) -> tuple[str, list[str]]:
 
 def limit_name(limit: str) -> str:
     """How a limit is called in a sentence: a section's name, or one of the named limits."""
-    named = ("out-of-section", "heartbeat", "initial-heartbeat", "startup", "warmup")
-    return f"the {limit} limit" if limit in named else f"the limit of section {limit}"
+    return f"the {limit} limit" if limit in _NAMED_LIMITS else f"the limit of section {limit}"
+
+
+def overdue_text(overdue: RankOverdue) -> str:
+    """What had lasted for how long when the limit was found expired, which is a little later than it says."""
+    if overdue.limit in _NAMED_LIMITS:
+        return f"{limit_name(overdue.limit)} has expired: {overdue.age_s:.2f} s, limit {overdue.limit_s:g} s"
+    return f"section {overdue.limit} is open for {overdue.age_s:.2f} s, limit {overdue.limit_s:g} s"
 
 
 def hang_text(hung: Hung, overdue: RankOverdue) -> str:
     """The sentence about a hang."""
     stopped = "; its process is stopped (state T)" if hung.process_state == "T" else ""
     where = f" at iteration {hung.iteration}" if hung.iteration else ""
-    return (
-        f"rank {hung.rank} on {hung.node} hangs{where}: {limit_name(overdue.limit)} ({overdue.limit_s:g} s) "
-        f"expired after {overdue.age_s:.2f} s{stopped}"
-    )
+    return f"rank {hung.rank} on {hung.node} hangs{where}: {overdue_text(overdue)}{stopped}"
 
 
 def group_stacks(stacks: Iterable[RankStack]) -> list[dict[str, object]]:

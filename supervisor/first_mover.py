@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.end_report import all_exits
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, signal_name
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import passed_on
 from rsup.supervisor.states import AgentState, JobState, RankExit
@@ -47,6 +47,10 @@ def name_first_mover(turn: Turn) -> None:
         return
     rank, exit_ = first
     agent = next(a for r, _, a in exits if r == rank)
+    lost = _node_that_died(state, exit_)
+    if lost is not None:
+        _blame_node(turn, lost, exit_text(rank, agent.info.node, exit_))
+        return
     kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
     text = exit_text(rank, agent.info.node, exit_)
     victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
@@ -69,5 +73,37 @@ def name_first_mover(turn: Turn) -> None:
     )
     if rank != state.failure.rank:
         turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
+    turn.change(failure=failure, incident=incident)
+    turn.record(incident)
+
+
+def _node_that_died(state: JobState, first: RankExit) -> AgentState | None:
+    """The node that took its ranks with it, where even the first rank to be heard only tells of a peer: nobody could report
+    its ranks, and its death became known after what it did to theirs."""
+    if not (is_of_a_peer(first.error) or is_of_a_watchdog(first.error)):
+        return None
+    return next((agent for agent in state.agents.values() if agent.took_ranks), None)
+
+
+def _blame_node(turn: Turn, agent: AgentState, of_a_victim: str) -> None:
+    state = turn.state
+    assert state.failure is not None and state.incident is not None
+    text, node = agent.took_ranks, agent.info.node
+    incident = replace(
+        state.incident,
+        kind="agent-lost",
+        rank=None,
+        node=node,
+        device="",
+        exit_code=None,
+        signal=0,
+        signal_name="",
+        section="",
+        found_by="agent-lost",
+        text=text,
+        victims=sorted(rank for rank, exit_, _ in all_exits(state) if exit_.exit_code and not exit_.by_us),
+    )
+    failure = replace(state.failure, kind="agent-lost", text=text, exit_code=1, section="", rank=None, node=node)
+    turn.log("FirstMover", f"first mover: {text}; a victim: {of_a_victim}", node=node)
     turn.change(failure=failure, incident=incident)
     turn.record(incident)

@@ -7,7 +7,7 @@ a warning, once per limit and attempt. Before anything is killed stacks are coll
 from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import fail_attempt, succeed
-from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, limit_name
+from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, limit_name, overdue_text
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -49,7 +49,7 @@ def _log(turn: Turn, agent_id: str, fact: RankOverdue) -> None:
     if number > MAX_OVERDUE_LOGGED:
         return
     node = turn.state.agents[agent_id].info.node
-    text = f"rank {fact.rank} on {node}: {limit_name(fact.limit)} ({fact.limit_s:g} s) has expired after {fact.age_s:.2f} s"
+    text = f"rank {fact.rank} on {node}: {overdue_text(fact)}"
     data: dict[str, object] = {
         "iteration": fact.iteration,
         "main_beat_age_s": fact.main_beat_age_s,

@@ -155,6 +155,7 @@ def _agent_left(turn: Turn, event: AgentLeft) -> None:
     if turn.state.phase is Phase.ENDED:
         turn.change_agent(event.agent_id, role=Role.GONE, dead=True, live_attempt=0, outbox=[])
     else:
+        turn.change_agent(event.agent_id, left=True)
         known_dead(turn, event.agent_id, "its launcher has left", for_good=True)
 
 

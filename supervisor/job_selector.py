@@ -55,16 +55,6 @@ def _read_as(connection: Connection, asked: JobName) -> list[FoundJob]:
     return found
 
 
-def newest_job(connection: Connection, owner: str = "") -> FoundJob:
-    """The job created last, of `owner` if that one has any. Raise `UnknownJob` in an empty store."""
-    newest = select(jobs.c.id, jobs.c.cluster, jobs.c.owner, jobs.c.job_id, jobs.c.run, jobs.c.phase).order_by(jobs.c.id.desc())
-    for query in (newest.where(jobs.c.owner == owner), newest):
-        row = connection.execute(query.limit(1)).first()
-        if row is not None:
-            return _found(row)
-    raise UnknownJob("no jobs yet: start one with `rsup launch`")
-
-
 def _newest(connection: Connection, job_id: str, run: int | None, owner: str, cluster: str) -> list[FoundJob]:
     query = select(jobs.c.id, jobs.c.cluster, jobs.c.owner, jobs.c.job_id, jobs.c.run, jobs.c.phase)
     query = query.where(jobs.c.job_id == job_id).order_by(jobs.c.run.desc())

@@ -5,7 +5,8 @@ store, and only then sends anything: what an agent or an operator hears is on di
 nothing: commands stand in the outboxes of the states, and are sent again until they are acknowledged.
 
 A store that cannot be written stops decisions, not training: nothing is acknowledged (agents keep their facts), inputs are
-kept in a bounded queue and tried again each second, reports are answered so that no agent thinks its supervisor dead.
+kept in a bounded queue and tried again each second, reports are answered so that no agent thinks its supervisor dead. A new
+agent is told why it cannot start, and nothing is kept of it: it may be gone when the store can be written again.
 
 What is not worth a transaction (when an agent was last heard, its latest beats, what has been sent to it) lives in
 `live_jobs` and starts anew with each supervisor: every agent then has its full time again. All calls come from one thread,
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 MAX_BACKLOG = 10_000
+REFUSE_AFTER_S = 2.0
+"""How long the store must have failed before new agents are refused: till then they ask again, as they do by themselves."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +87,8 @@ class Loop:
         self.info = info
         self.store_error = ""
         """Why the store cannot be written now, empty if it can."""
+        self.num_dropped = 0
+        """Inputs that were put aside while the store failed, and then did not find room. Agents repeat theirs."""
         self.on_fault: Callable[[Exception, object], None] = _log_fault
         """Called with an exception of our own code and the input that led to it; the input is dropped."""
         self._store = store
@@ -93,8 +98,9 @@ class Loop:
         self._live = LiveJobs()
         self._sweep = Sweep(self._live)
         self._outgoing = Outgoing(transport, info, self._live.links)
-        self._backlog: deque[Input] = deque(maxlen=MAX_BACKLOG)
+        self._backlog: deque[Input] = deque()
         self._retry_at_s = 0.0
+        self._failing_since_s = 0.0
 
     # ------------------------------------------------------------------------------------------------------- the shell's
 
@@ -128,7 +134,7 @@ class Loop:
     def tick(self) -> None:
         """Do what time demands. Call it at least every `next_wakeup_s`."""
         now_s = self._clock.monotonic_s()
-        if self.store_error and now_s < self._retry_at_s:
+        if self.store_error and (now_s < self._retry_at_s or not self._can_write()):
             return
         backlog = list(self._backlog)
         self._backlog.clear()
@@ -196,11 +202,22 @@ class Loop:
             self._store.commit(rows)
         self._live.keep(batch)
 
+    def _can_write(self) -> bool:
+        """Try the store once: a turn may have nothing to commit, which is no sign that it could."""
+        try:
+            self._store.probe()
+        except StoreError as error:
+            self._store_failed(error, [])
+            return False
+        return True
+
     def _store_failed(self, error: StoreError, inputs: Sequence[Input]) -> None:
+        now_s = self._clock.monotonic_s()
         if not self.store_error:
+            self._failing_since_s = now_s
             _log.error("%s; training goes on, nothing is decided or acknowledged until the store can be written", error)
         self.store_error = str(error)
-        self._retry_at_s = self._clock.monotonic_s() + RETRY_S
+        self._retry_at_s = now_s + RETRY_S
         self._keep(inputs)
 
     def _keep(self, inputs: Sequence[Input]) -> None:
@@ -215,7 +232,23 @@ class Loop:
                     self._outgoing.order(self._live.states[key], message.agent_id, now_s)
                 if not message.facts:
                     continue
+            elif isinstance(message, Hello) and self._is_new(message):
+                if now_s - self._failing_since_s >= REFUSE_AFTER_S:
+                    self._outgoing.refuse(message.agent.agent_id, Refusal(1, f"no job can be started now: {self.store_error}"))
+                continue
             self._backlog.append(one)
+        while len(self._backlog) > MAX_BACKLOG:
+            self._drop(self._backlog.popleft())
+
+    def _is_new(self, hello: Hello) -> bool:
+        """Whether nothing of a job runs on that agent, and no job knows it."""
+        return not (hello.attempt or hello.job_id or hello.agent.gone) and hello.agent.agent_id not in self._live.job_of
+
+    def _drop(self, one: Input) -> None:
+        self.num_dropped += 1
+        if isinstance(one, OperatorRequest):
+            text = f"not taken up, too much waits for the store: {self.store_error}"
+            one.reply(OperatorReply(False, text, None, one.request_id))
 
     def _perform(self, batch: Batch) -> None:
         now_s = batch.now.s

@@ -75,5 +75,10 @@ class MemoryStore:
                 self.events.append(record)
             table[key] = record
 
+    def probe(self) -> None:
+        """Fail as a commit would."""
+        if self.fail_with is not None:
+            raise self.fail_with
+
     def close(self) -> None:
         """Nothing to give back."""

@@ -86,10 +86,12 @@ def stop_job(turn: Turn, stop: StopRequest, except_agent: str = "") -> None:
 def _checkpoint(turn: Turn, event: OperatorAsked) -> str:
     state = turn.state
     reason = f"checkpoint asked for by {_by(event)}"
+    nodes = []
     for agent_id, agent in list(state.agents.items()):
         if agent.live_attempt and agent.live_attempt == state.attempt:
             turn.command(agent_id, SaveCheckpoint(0, reason, event.request_id))
-    turn.log("SaveCheckpoint", reason, principal=event.principal)
+            nodes.append(agent.info.node)
+    turn.log("SaveCheckpoint", reason, principal=event.principal, data={"request_id": event.request_id, "nodes": nodes})
     return "the ranks are asked for a checkpoint at their next common iteration"
 
 
@@ -126,4 +128,5 @@ def request_done(turn: Turn, agent_id: str, fact: RequestDone) -> None:
     node = turn.state.agents[agent_id].info.node
     text = f"{node}: request {fact.request_id} {'taken up' if fact.done else 'not taken up'}"
     more = f": {fact.message}" if fact.message else ""
-    turn.log("RequestDone", text + more, "info" if fact.done else "warning", at_us=fact.at_us, node=node)
+    data: dict[str, object] = {"request_id": fact.request_id, "done": fact.done, "message": fact.message}
+    turn.log("RequestDone", text + more, "info" if fact.done else "warning", at_us=fact.at_us, node=node, data=data)

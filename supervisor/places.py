@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import stat
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def supervisor_runtime_dir(state: Path) -> Path:
 def embedded_address(state: Path) -> str:
     """ZeroMQ address at which the embedded supervisor of that state directory answers its own host."""
     return f"ipc://{check_socket_path(supervisor_runtime_dir(state) / 'rpc')}"
+
+
+def fallback_stores(state: Path) -> list[Path]:
+    """The stores that were used in place of that state directory's usual one, newest first."""
+    found = [path for folder in _fallback_folders(state) for path in folder.glob("rsup-fallback-*.db")]
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def new_fallback_stores(state: Path) -> list[Path]:
+    """Where to make another one, the better place first."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return [folder / f"rsup-fallback-{stamp}.db" for folder in _fallback_folders(state)]
+
+
+def _fallback_folders(state: Path) -> list[Path]:
+    return [state, supervisor_runtime_dir(state)]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rsup.supervisor import places
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
 from rsup.supervisor.render import paint_for, terminal_width
+from rsup.supervisor.request_outcome import outcome
 from rsup.supervisor.wire import UsageError
 
 WATCH_INTERVAL_S = 1.0
@@ -271,11 +272,16 @@ def _change(verb: str) -> Callable[[argparse.Namespace], int]:
         node = {"node": arguments.node} if verb == "fence" else {}
         source = _supervisor(_sources(arguments), verb)
         answer = source.change(verb, job, arguments.reason, arguments.dry_run, **node)
+        if verb != "fence" and not arguments.dry_run:
+            answer = {**answer, **outcome(source, name_of(answer["job"]), answer)}
+        not_done = verb == "checkpoint" and answer.get("taken_up") is False
         if arguments.json:
             _print_json(answer)
+        elif not_done:
+            raise QueryError(answer["message"])
         else:
             print(answer["message"])
-        return 0
+        return int(not_done)
 
     return run
 

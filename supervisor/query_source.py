@@ -24,6 +24,7 @@ from rsup.supervisor.wire import RsupError, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from rsup.supervisor.database import Target
     from rsup.supervisor.job_selector import FoundJob
 
 REQUEST_TIMEOUT_S = 15.0
@@ -106,9 +107,14 @@ class RestSource:
         return self._get_of(job, "/stacks", **({} if rank is None else {"rank": rank}))
 
     def change(self, verb: str, job: JobName, reason: str, dry_run: bool, **more: str) -> Json:
-        """Ask for a `stop`, a `checkpoint`, or a `fence` of the `node` in `more`."""
+        """Ask for a `stop`, a `checkpoint`, or a `fence` of the `node` in `more`: what the supervisor says to it."""
         body = json.dumps({"reason": reason, "dry_run": dry_run, **more}).encode()
         return self._ask(*self._job_place(job, f"/{verb}", {}), body)
+
+    def newest_events(self, job: JobName, count: int) -> list[Json]:
+        """The last `count` events, in order."""
+        items: list[Json] = self._get_of(job, "/events", last=count)["items"]
+        return items
 
     def _get_of(self, job: JobName, rest: str, **query: object) -> Json:
         return self._ask(*self._job_place(job, rest, query))
@@ -135,10 +141,12 @@ class RestSource:
 
 
 class StoreSource:
-    """The store of a state directory. Where there is none yet, it has no jobs."""
+    """The store of a state directory. Where there is none yet, it has no jobs. Where it cannot be read, the newest that was
+    used in its place is; `note` is told."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, note: Callable[[str], None]) -> None:
         self._state = state
+        self._note = note
 
     def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
         """The newest jobs."""
@@ -192,28 +200,56 @@ class StoreSource:
     @contextlib.contextmanager
     def _reading(self) -> "Iterator[Connection | None]":
         """A connection to the store, None where there is none yet."""
-        from sqlalchemy.exc import SQLAlchemyError
+        from rsup.supervisor.database import describe, find_database
 
-        from rsup.supervisor.database import describe, find_database, reader_engine, split_target
-        from rsup.supervisor.schema import check_revision, read_revision
+        usual = find_database(self._state)
+        with contextlib.ExitStack() as stack:
+            trouble: RsupError | None = None
+            try:
+                connection = stack.enter_context(_connected(usual))
+            except RsupError as error:
+                connection, trouble = None, error
+            if connection is None and (fallback := next(iter(places.fallback_stores(self._state)), None)):
+                self._note(f"{trouble or f'there is nothing in {describe(usual)}'}; reading {fallback} in its place")
+                connection, trouble = stack.enter_context(_connected(fallback)), None
+            if trouble is not None:
+                raise trouble
+            yield connection
 
-        target = find_database(self._state)
-        place = split_target(target)
-        if isinstance(place, Path) and not place.exists():
-            yield None
-            return
-        engine = reader_engine(target)
-        try:
-            with engine.connect() as connection:
-                revision = read_revision(connection)
-                if revision is not None:
-                    check_revision(revision, describe(target))
-                yield connection if revision is not None else None
-        except SQLAlchemyError as error:
-            cause = getattr(error, "orig", None) or error
-            raise QueryError(f"the store {describe(target)} cannot be read ({cause}); run `rsup db check`") from None
-        finally:
-            engine.dispose()
+
+@contextlib.contextmanager
+def _connected(target: "Target") -> "Iterator[Connection | None]":
+    """A connection to that store, None where it has no tables yet. Raise `RsupError` where it cannot be read."""
+    from rsup.supervisor.database import describe, reader_engine, split_target
+    from rsup.supervisor.schema import check_revision, read_revision
+
+    place = split_target(target)
+    if isinstance(place, Path) and not place.exists():
+        yield None
+        return
+    engine = reader_engine(target)
+    try:
+        with _told(target), engine.connect() as connection:
+            revision = read_revision(connection)
+            if revision is not None:
+                check_revision(revision, describe(target))
+            yield connection if revision is not None else None
+    finally:
+        engine.dispose()
+
+
+@contextlib.contextmanager
+def _told(target: "Target") -> Iterator[None]:
+    """Make one line of the database's errors."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from rsup.supervisor.database import describe
+
+    try:
+        yield
+    except SQLAlchemyError as error:
+        cause = getattr(error, "orig", None) or error
+        raise QueryError(f"the store {describe(target)} cannot be read ({cause}); run `rsup db check`") from None
 
 
 class Sources:
@@ -226,6 +262,7 @@ class Sources:
         self._url = url or os.environ.get("RSUP_SUPERVISOR_URL", "")
         self._note = note
         self._noted = ""
+        self._notes: set[str] = set()
 
     def read(self, question: Callable[[Source], Answer]) -> Answer:
         """The answer to `question`."""
@@ -240,7 +277,12 @@ class Sources:
             if self._noted != str(error):
                 self._noted = str(error)
                 self._note(f"{error}; reading the store")
-        return question(StoreSource(self._state))
+        return question(StoreSource(self._state, self._note_once))
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            self._note(text)
 
     def supervisor(self) -> RestSource:
         """The running supervisor. Raise `NoAnswer` where none runs."""

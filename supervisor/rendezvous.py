@@ -19,6 +19,7 @@ from rsup.supervisor.render import plural
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, JobState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
+    EXIT_REQUEUE,
     EXIT_USAGE,
     AgentInfo,
     AnyCommand,
@@ -244,7 +245,7 @@ def park(turn: Turn, agent_id: str) -> None:
 
 def lost(turn: Turn, agent_id: str, silent_s: float) -> None:
     """An agent has not been heard of for too long. It may be alive: nothing is killed."""
-    agent = turn.change_agent(agent_id, role=Role.LOST)
+    agent = turn.change_agent(agent_id, role=Role.LOST, heard_us=turn.now.us - int(silent_s * 1e6))
     turn.log(
         "AgentLost",
         f"nothing heard of node {agent.info.node} for {silent_s:.0f} s; its ranks may be alive, so nothing is restarted yet",
@@ -260,7 +261,7 @@ def found(turn: Turn, agent_id: str) -> None:
     """A lost agent has been heard again."""
     agent = turn.state.agents[agent_id]
     member = agent.group_rank >= 0 and turn.state.phase is not Phase.FORMING
-    turn.change_agent(agent_id, role=Role.ACTIVE if member else Role.SPARE)
+    turn.change_agent(agent_id, role=Role.ACTIVE if member else Role.SPARE, heard_us=0)
     turn.log("AgentFound", f"node {agent.info.node} answers again", node=agent.info.node)
     if turn.state.phase is Phase.STOPPING and agent.live_attempt:
         allow_time_to_end(turn)
@@ -276,8 +277,10 @@ def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool) -> Non
         return
     unfinished = sum(e.exit_code == 0 for e in agent.exits.values()) < agent.info.num_ranks
     outbox = [] if for_good else [_harmless(command) for command in agent.outbox]
-    turn.change_agent(agent_id, role=Role.GONE, live_attempt=0, dead=for_good, outbox=outbox)
     text = f"node {agent.info.node} is out: {reason}"
+    unseen = agent.group_rank >= 0 and agent.live_attempt == turn.state.attempt and len(agent.exits) < agent.info.num_ranks
+    took_ranks = text if unseen else ""
+    turn.change_agent(agent_id, role=Role.GONE, live_attempt=0, dead=for_good, outbox=outbox, took_ranks=took_ranks)
     turn.log("AgentGone", text, "warning", node=agent.info.node)
     turn.see_node(agent_id)
     phase = turn.state.phase
@@ -309,8 +312,7 @@ def form(turn: Turn) -> None:
     agents = state.agents.values()
     ready = [agent_id for agent_id, agent in state.agents.items() if agent.reachable]
     if state.num_joined and agents and all(agent.role is Role.GONE for agent in agents):
-        code, why = (1, "") if state.failure is None else (state.failure.exit_code, f"; {state.failure.text}")
-        end_job(turn, code, f"no node of the job is left{why}")
+        _end_deserted(turn)
         return
     blockers = [agent.info.node for agent in agents if agent.live_attempt]
     before = len(state.current.nodes) if state.current else 0
@@ -328,14 +330,26 @@ def form(turn: Turn) -> None:
         turn.change(last_call_s=None)
 
 
+def _end_deserted(turn: Turn) -> None:
+    """No agent is left to form an attempt with. Launchers that left on their own word have exited with 88: so has the job."""
+    state = turn.state
+    has_run = state.attempt > 1 or state.store_bound
+    if has_run and any(agent.left and agent.group_rank >= 0 for agent in state.agents.values()):
+        code = EXIT_REQUEUE
+    else:
+        code = 1 if state.failure is None else state.failure.exit_code
+    end_job(turn, code, f"no node of the job is left{'' if state.failure is None else f'; {state.failure.text}'}")
+
+
 def _last_call(turn: Turn, ready: list[str]) -> None:
     state = turn.state
     if state.last_call_s is None:
         turn.change(last_call_s=turn.now.s + state.spec.last_call_s)
         state = turn.state
         if state.spec.last_call_s > 0:
-            text = f"{len(ready)} of {_nnodes(state.spec)} nodes are here: the attempt starts in {state.spec.last_call_s:g} s"
-            turn.log("LastCall", f"{text}, or at once with {state.spec.max_nodes}")
+            more = plural(state.spec.max_nodes - len(ready), "more node")
+            text = f"{len(ready)} of {_nnodes(state.spec)} nodes are here: {more} may join within {state.spec.last_call_s:g} s"
+            turn.log("LastCall", f"{text}, then the attempt starts with those that are here")
     if state.last_call_s is not None and turn.now.s >= state.last_call_s:
         begin_attempt(turn, members(state, ready))
 

@@ -28,6 +28,8 @@ _BACKLOG = 1024
 class ListenError(RsupError):
     """An address could not be bound; the text says why and what to do."""
 
+    exit_code = wire.EXIT_USAGE  # as for a --master-port in use
+
 
 @dataclass
 class Link:

@@ -5,7 +5,8 @@ limit calculated before. Enough must have been seen: `setup` counts only if a pe
 training steps, `checkpointing` after a checkpoint and never with asynchronous saves, the user's own sections after 16 times,
 out-of-section at the end of an attempt that had all of it. Calculation is due when a checkpoint has been made, when a section
 gets its first limit, and at the end of an attempt. A configured limit is replaced only if calculation was asked for
-(`enforce_calculated`). One departure: nothing below a second is ever calculated, a scheduler's hiccup is no hang.
+(`enforce_calculated`). One departure: nothing below ten seconds is ever calculated, for a hiccup of the scheduler, the file
+system or the network is no hang.
 """
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from rsup.supervisor.wire import Limits, SectionSeen, SectionsObserved
 
 MIN_STEPS = 16
 EMA_ALPHA = 0.5
-SHORTEST_LIMIT_S = 1.0
+SHORTEST_LIMIT_S = 10.0
 OUT_OF_SECTION = "out-of-section"
 
 

@@ -19,7 +19,7 @@ from rsup.supervisor.database_errors import translated
 from rsup.supervisor.lease import FileLease, Lease, LeaseHolder, Timing
 from rsup.supervisor.network_copy import CopyThread
 from rsup.supervisor.postgres_lease import PostgresLease
-from rsup.supervisor.record_rows import RecordWriter
+from rsup.supervisor.record_rows import RecordWriter, save_meta
 from rsup.supervisor.records import JobKey, Record
 from rsup.supervisor.shared_lease import SharedLease
 from rsup.supervisor.sqlite_file import Migrated, check_place, choose_live, mark_term, prepare
@@ -27,6 +27,8 @@ from rsup.supervisor.state_disk import is_network_file_system, live_database, ma
 from rsup.supervisor.store import StoreError
 
 _Result = TypeVar("_Result")
+
+PROBE_BYTES = 65536
 
 _jobs = tables.jobs.c
 _key_and_state = select(_jobs.cluster, _jobs.owner, _jobs.job_id, _jobs.run, _jobs.state)
@@ -93,6 +95,11 @@ class SqlStore:
         """See `store.Store`. Costs about as much as the disk's sync."""
         if records:
             self._writer.remember(self.change(lambda connection: self._writer.write(connection, records)))
+
+    def probe(self) -> None:
+        """See `store.Store`. Several pages, since a full disk may well have room for one."""
+        for text in ("x" * PROBE_BYTES, ""):
+            self.change(lambda connection, text=text: save_meta(connection, "probe", text))  # type: ignore[misc]
 
     def prune(self, now_us: int, limits: retention.Limits = retention.Limits()) -> bool:  # noqa: B008
         """Drop one small batch of what is older or more than `limits` allow; return whether there may be more."""

@@ -57,7 +57,7 @@ class Role(StrEnum):
     ACTIVE = "active"
     SPARE = "spare"
     LOST = "lost"
-    """Not heard of; its ranks may be alive."""
+    """Not heard of (since `heard_us`); its ranks may be alive."""
     GONE = "gone"
     """Known dead, fenced, or left: no rank of it is alive."""
 
@@ -92,8 +92,12 @@ class AgentState(Struct, frozen=True, kw_only=True):
     """Commands that the agent has not acknowledged, oldest first."""
     devices: list[str] = []
     """UUIDs of its node's devices."""
+    heard_us: int = 0
+    """When a lost agent was last heard; else 0."""
     dead: bool = False
     """Gone for good: a late message in its name is that of a dead process."""
+    left: bool = False
+    """It went on its own word."""
     parked: bool = False
     number_commands: bool = False
     """Adopted from a supervisor that is gone: its next report tells where the numbers of commands go on."""
@@ -111,6 +115,8 @@ class AgentState(Struct, frozen=True, kw_only=True):
     stepped: bool = False
     first_iteration: int = 0
     """The lowest iteration that its ranks showed first in this attempt, 0: none yet."""
+    took_ranks: str = ""
+    """Why it is known dead, if it went with ranks whose end nobody saw: peers of those may well be the first to be heard."""
 
     @property
     def reachable(self) -> bool:

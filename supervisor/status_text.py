@@ -64,6 +64,8 @@ def _header(status: Json, paint: Paint) -> str:
     until = f"to {moment(job['ended'])}" if job["ended"] else "until now"
     lines.append(f"  owner {clean(job['owner'])}, attempt {job['attempt']}, {size}")
     lines.append(f"  from {moment(job['created'])} {until} ({duration(goodput['wall_s'])})")
+    if job.get("waiting_for"):
+        lines.append(f"  {paint('waits for:' if job['state'] != 'running' else 'note:', 'yellow')} {clean(job['waiting_for'])}")
     if job["reason"]:
         lines.append(f"  {clean(job['reason'])}")
     if supervisor:

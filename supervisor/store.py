@@ -51,6 +51,10 @@ class Store(Protocol):
         """Write all of `records` or nothing, durably. Raise `StoreError`; then nothing was written."""
         ...
 
+    def probe(self) -> None:
+        """Write something durably that means nothing. Raise `StoreError` where nothing can be written now."""
+        ...
+
     def close(self) -> None:
         """Give the lease back and close."""
         ...

@@ -1,8 +1,9 @@
 """Opens the store that a supervisor starts with, and for an embedded one finds another where that cannot be used.
 
-A damaged, newer, full or unwritable store must not stop a launch: nothing in it is touched, and the jobs of this supervisor
-go into a store of their own beside it (in the runtime directory where the state directory cannot be written, in memory where
-nothing can). A held store is no such trouble: its holder is the supervisor to talk to.
+A damaged, newer, full or unwritable store must not stop a launch: nothing in it is touched, and jobs go into a store of their
+own beside it (in the runtime directory where the state directory cannot be written, in memory where nothing can), which the
+next supervisor in that trouble takes up again, so that `rsup status` has one place to look. A held store is no such trouble:
+its holder is the supervisor to talk to.
 """
 
 import logging
@@ -18,7 +19,7 @@ from rsup.supervisor.store import Store, StoreError, StoreHeld
 
 HELD_RETRY_S = 3.0
 _RETRY_EVERY_S = 0.2
-_FALLBACK_PREFIX = "rsup-fallback-"
+MAX_TRIED = 4
 
 _log = logging.getLogger(__name__)
 
@@ -65,18 +66,16 @@ def open_usual(target: str | Path, holder: LeaseHolder, *, embedded: bool) -> Op
 
 
 def open_fallback(state: Path, holder: LeaseHolder, trouble: str) -> OpenedStore:
-    """A store for this supervisor's jobs alone: that of a supervisor that was in the same trouble and died, else a new one."""
-    folders = [state, places.supervisor_runtime_dir(state)]
-    earlier = [path for folder in folders for path in sorted(folder.glob(f"{_FALLBACK_PREFIX}*.db"), reverse=True)[:3]]
-    for path in earlier:
-        store = _try_open(path, holder)
-        if store is not None and _has_live_jobs(store):
-            return OpenedStore(store, path, store.database, trouble)
-        if store is not None:
-            store.close()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    for folder in folders:
-        path = folder / f"{_FALLBACK_PREFIX}{stamp}.db"
+    """A store in place of the usual one: the newest that a supervisor in such trouble has left and that can be written, one
+    with live jobs before others; else a new one."""
+    usable = [(path, store) for path in places.fallback_stores(state)[:MAX_TRIED] if (store := _try_open(path, holder))]
+    if usable:
+        chosen = next((one for one in usable if _has_live_jobs(one[1])), usable[0])
+        for one in usable:
+            if one is not chosen:
+                one[1].close()
+        return OpenedStore(chosen[1], chosen[0], chosen[1].database, trouble)
+    for path in places.new_fallback_stores(state):
         store = _try_open(path, holder)
         if store is not None:
             return OpenedStore(store, path, store.database, trouble)
@@ -91,8 +90,14 @@ def _has_live_jobs(store: SqlStore) -> bool:
 
 
 def _try_open(path: Path, holder: LeaseHolder) -> SqlStore | None:
+    """The store at `path`, if it can be opened and written."""
+    store = None
     try:
-        return SqlStore.open(path, holder=holder, alone_may_migrate=True)
+        store = SqlStore.open(path, holder=holder, alone_may_migrate=True)
+        store.probe()
     except StoreError as error:
         _log.warning("%s", error)
+        if store is not None:
+            store.close()
         return None
+    return store

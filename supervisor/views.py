@@ -14,9 +14,11 @@ from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.goodput import AttemptTimes, goodput
 from rsup.supervisor.job_selector import FoundJob
+from rsup.supervisor.states import JobState, StateUnreadable, decode
 from rsup.supervisor.story_views import list_incidents
 from rsup.supervisor.tables import attempts, beats, checkpoints, incidents, jobs, ranks, sections
 from rsup.supervisor.view_times import iso, seconds_between
+from rsup.supervisor.waiting_view import waiting_for
 
 Fields = Mapping[str, Any]
 
@@ -112,8 +114,8 @@ def job_status(
     seen = None if fields["state"] == "ended" else live
     snapshot = seen or stored_beats(connection, job)
     rank_rows = job_ranks(connection, job, snapshot)
-    if tries and tries[-1]["outcome"] == "succeeded":  # the last snapshot may be older than the last iteration
-        rank_rows = [{**rank, "iteration": rank["iteration"] and tries[-1]["last_iteration"]} for rank in rank_rows]
+    state = _machine_state(row["state"])
+    fields["waiting_for"] = waiting_for(state, row["updated_us"], now_us) if state is not None else ""
     current = [rank["iteration"] for rank in rank_rows if rank["beat_age_s"] is not None and rank["iteration"]]
     if current and fields["state"] == "running":
         fields["iteration"] = min(current)
@@ -148,10 +150,27 @@ def job_ranks(connection: Connection, job: FoundJob, snapshot: LiveBeats | None)
     newest = select(func.max(ranks.c.attempt)).where(ranks.c.job == job.id).scalar_subquery()
     query = select(ranks).where(ranks.c.job == job.id, ranks.c.attempt == newest).order_by(ranks.c.rank)
     beats_of = {beat["rank"]: beat for beat in (snapshot.ranks if snapshot else ())}
-    return [_rank_fields(row, beats_of.get(row["rank"]), job.phase) for row in connection.execute(query).mappings()]
+    rows = connection.execute(query).mappings().all()
+    ended = _ended_at(connection, job) if any(row["exit_code"] is not None for row in rows) else {}
+    return [_rank_fields(row, beats_of.get(row["rank"]), job.phase, ended.get((row["attempt"], row["rank"]))) for row in rows]
 
 
-def _rank_fields(row: RowMapping, beat: Fields | None, phase: str) -> dict[str, Any]:
+def _ended_at(connection: Connection, job: FoundJob) -> dict[tuple[int, int], int]:
+    """Iterations at which ranks of the newest attempt ended, by attempt and rank: the last beats were kept a while before."""
+    state = _machine_state(connection.execute(select(jobs.c.state).where(jobs.c.id == job.id)).scalar())
+    exits = [exit_ for agent in state.agents.values() for exit_ in agent.exits.items()] if state is not None else []
+    return {(state.attempt, rank): exit_.iteration for rank, exit_ in exits if exit_.iteration} if state is not None else {}
+
+
+def _machine_state(data: bytes | None) -> JobState | None:
+    """The machine's state, None where it is not for us to read."""
+    try:
+        return decode(data) if data else None
+    except StateUnreadable:
+        return None
+
+
+def _rank_fields(row: RowMapping, beat: Fields | None, phase: str, ended_at: int | None) -> dict[str, Any]:
     if beat is not None and row["pid"] and beat.get("pid") not in (0, None, row["pid"]):
         beat = None  # of an earlier attempt's process
     ended = row["exit_code"] is not None or phase == "ended"
@@ -161,7 +180,7 @@ def _rank_fields(row: RowMapping, beat: Fields | None, phase: str) -> dict[str, 
         "attempt": row["attempt"],
         "node": row["node"],
         "device": row["device"] or None,
-        "iteration": beat.get("iteration") if beat else None,
+        "iteration": ended_at or (beat.get("iteration") if beat else None),
         "open_sections": [{"name": name, "age_s": age_s} for name, age_s in opened],
         "beat_age_s": _age(beat, "beat_age_s", ended),
         "main_beat_age_s": _age(beat, "main_beat_age_s", ended),

@@ -33,13 +33,17 @@ class Change:
 
 
 class ChangeReply(Protocol):
-    """The loop's answer: whether the request was taken up, and a sentence about it (`loop.OperatorReply`)."""
+    """The loop's answer: whether the request was taken up, a sentence about it, and its id in the job's story
+    (`loop.OperatorReply`)."""
 
     @property
     def done(self) -> bool: ...
 
     @property
     def message(self) -> str: ...
+
+    @property
+    def request_id(self) -> str: ...
 
 
 class LiveView(Protocol):

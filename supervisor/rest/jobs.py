@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as NoReply
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
 
 from rsup.supervisor import story_views, views
-from rsup.supervisor.job_selector import FoundJob, find_job
+from rsup.supervisor.job_selector import AmbiguousJob, FoundJob, UnknownJob, find_job
 from rsup.supervisor.principals import Principal, Role
 from rsup.supervisor.render import clean
 from rsup.supervisor.rest.context import Change, Context, RestContext
@@ -44,6 +45,35 @@ class FenceBody(ChangeBody):
     node: str = Field(min_length=1, max_length=300, description="a lost node's name, or an agent's id")
 
 
+class AskedJob:
+    """The job that a request names, and who asks: what all routes of one job take."""
+
+    def __init__(self, context: Context, asker: Asker, job: JobName, owner: Name = "", cluster: Name = "") -> None:
+        self.context = context
+        self.asker: Principal = asker
+        self.job = job
+        self.owner = owner
+        self.cluster = cluster
+
+    def find(self, connection: Connection) -> FoundJob:
+        """The job. Where several owners have one of that id a user means their own; an operator sees all and must say."""
+        prefer = self.asker.name if self.asker.role is Role.USER else ""
+        return find_job(connection, self.job, owner=self.owner, cluster=self.cluster, prefer_owner=prefer)
+
+    @contextmanager
+    def readable(self, what: str) -> Iterator[tuple[Connection, FoundJob]]:
+        """The job, and a connection to read it, for who may read it; else 403."""
+        with self.context.reading() as connection:
+            found = self.find(connection)
+            if not self.asker.may_read(found.key.owner):
+                verb = "" if what.startswith("may") else "see "
+                raise refused(403, f"job {found.key} belongs to {found.key.owner}: only its owner and operators {verb}{what}")
+            yield connection, found
+
+
+Asked = Annotated[AskedJob, Depends()]
+
+
 @router.get("")
 def list_jobs(
     context: Context, asker: Asker, limit: Limit = 100, cursor: NumberCursor = "", state: Name = "", owner: Name = ""
@@ -57,17 +87,13 @@ def list_jobs(
 
 @router.get("/{job:path}/ranks")
 def job_ranks(
-    context: Context,
-    asker: Asker,
-    job: JobName,
-    owner: Name = "",
-    cluster: Name = "",
+    asked: Asked,
     limit: Limit = 1000,
     cursor: NumberCursor = "",
 ) -> Json:
     """Ranks of the newest attempt with their beats, by rank."""
-    with _readable(context, asker, job, owner, cluster, "its ranks") as (connection, found):
-        snapshot = context.live.beats(found.key) or views.stored_beats(connection, found)
+    with asked.readable("its ranks") as (connection, found):
+        snapshot = asked.context.live.beats(found.key) or views.stored_beats(connection, found)
         first = int(cursor or 0)
         ranks = [rank for rank in views.job_ranks(connection, found, snapshot) if rank["rank"] >= first]
     return page(ranks[:limit], ranks[limit]["rank"] if len(ranks) > limit else None)
@@ -75,101 +101,94 @@ def job_ranks(
 
 @router.get("/{job:path}/events")
 def job_events(
-    context: Context,
-    asker: Asker,
-    job: JobName,
-    owner: Name = "",
-    cluster: Name = "",
+    asked: Asked,
     limit: Limit = 100,
     cursor: NumberCursor = "",
     last: Annotated[int | None, Query(ge=1, le=1000, description="only the newest ones")] = None,
 ) -> Json:
     """Events in order. The cursor is the number of the last event read: with it a reader also asks for news."""
-    with _readable(context, asker, job, owner, cluster, "its events") as (connection, found):
+    with asked.readable("its events") as (connection, found):
         items, following = story_views.list_events(connection, found, after=int(cursor or 0), limit=limit, last=last)
     return page(items, following)
 
 
 @router.get("/{job:path}/incidents")
 def job_incidents(
-    context: Context,
-    asker: Asker,
-    job: JobName,
-    owner: Name = "",
-    cluster: Name = "",
+    asked: Asked,
     limit: Limit = 100,
     cursor: NumberCursor = "",
 ) -> Json:
     """Incidents in order, with their stacks."""
-    with _readable(context, asker, job, owner, cluster, "its incidents") as (connection, found):
+    with asked.readable("its incidents") as (connection, found):
         items, following = story_views.page_of_incidents(connection, found, after=int(cursor or 0), limit=limit)
     return page(items, following)
 
 
 @router.get("/{job:path}/stacks")
 def job_stacks(
-    context: Context,
-    asker: Asker,
-    job: JobName,
-    owner: Name = "",
-    cluster: Name = "",
+    asked: Asked,
     rank: Annotated[int | None, Query(ge=0, le=10**9)] = None,
     incident: Annotated[int | None, Query(ge=1, le=10**9)] = None,
 ) -> Json:
     """Stacks of the newest incident that has some, or of that `incident`; of one `rank` if given."""
-    with _readable(context, asker, job, owner, cluster, "its stacks") as (connection, found):
+    with asked.readable("its stacks") as (connection, found):
         return story_views.job_stacks(connection, found, rank=rank, incident=incident)
 
 
 @router.post("/{job:path}/stop", status_code=202)
-def stop_job(
-    context: Context, asker: Asker, job: JobName, body: ChangeBody | None = None, owner: Name = "", cluster: Name = ""
-) -> Json:
+def stop_job(asked: Asked, body: ChangeBody | None = None) -> Json:
     """Ask the ranks to save and leave; ranks that cannot are signalled."""
-    return _change(context, asker, "stop", job, owner, cluster, body or ChangeBody(reason="", dry_run=False))
+    return _change(asked, "stop", body or ChangeBody(reason="", dry_run=False))
 
 
 @router.post("/{job:path}/checkpoint", status_code=202)
-def checkpoint_job(
-    context: Context, asker: Asker, job: JobName, body: ChangeBody | None = None, owner: Name = "", cluster: Name = ""
-) -> Json:
+def checkpoint_job(asked: Asked, body: ChangeBody | None = None) -> Json:
     """Ask the ranks for a checkpoint at their next common iteration."""
-    return _change(context, asker, "checkpoint", job, owner, cluster, body or ChangeBody(reason="", dry_run=False))
+    return _change(asked, "checkpoint", body or ChangeBody(reason="", dry_run=False))
 
 
 @router.post("/{job:path}/fence", status_code=202)
-def fence_node(
-    context: Context, operator: Operator, job: JobName, body: FenceBody, owner: Name = "", cluster: Name = ""
-) -> Json:
+def fence_node(asked: Asked, operator: Operator, body: FenceBody) -> Json:
     """Operators only. Declare a node dead that does not answer: whoever asks is sure that no process of the job lives on it.
     The job then goes on without it; were its ranks alive, two attempts could write the same checkpoints."""
-    return _change(context, operator, "fence", job, owner, cluster, body, body.node)
+    return _change(asked, "fence", body, body.node)
 
 
 @router.get("/{job:path}")  # after the others: an id may hold slashes
 def job_status(
-    context: Context,
-    asker: Asker,
-    job: JobName,
-    owner: Name = "",
-    cluster: Name = "",
+    asked: Asked,
     stacks: Annotated[bool, Query(description="with the stacks of incidents")] = True,
 ) -> Json:
     """Everything about a job: see `rsup status --json`. Who may not read it gets `job` only, with its public fields."""
-    with context.reading() as connection:
-        found = find_job(connection, job, owner=owner, cluster=cluster, prefer_owner=_preferred(asker))
-        status = _status(context, connection, found, stacks)
-    return status if asker.may_read(found.key.owner) else {"job": views.public_fields(status["job"])}
+    with asked.context.reading() as connection:
+        try:
+            found = asked.find(connection)
+        except UnknownJob:
+            if _is_part_of_a_job(connection, asked):
+                raise refused(404, HTTPStatus.NOT_FOUND.phrase) from None
+            raise
+        status = _status(asked.context, connection, found, stacks)
+    return status if asked.asker.may_read(found.key.owner) else {"job": views.public_fields(status["job"])}
 
 
-def _change(
-    context: RestContext, asker: Principal, verb: str, job: str, owner: str, cluster: str, body: ChangeBody, node: str = ""
-) -> Json:
-    with _readable(context, asker, job, owner, cluster, f"may {verb} it") as (connection, found):
+def _is_part_of_a_job(connection: Connection, asked: AskedJob) -> bool:
+    """Whether all but the last word of the path names a job: the question was for something of it that there is not."""
+    try:
+        find_job(connection, asked.job.rpartition("/")[0], owner=asked.owner, cluster=asked.cluster)
+    except UnknownJob:
+        return False
+    except AmbiguousJob:
+        pass
+    return True
+
+
+def _change(asked: AskedJob, verb: str, body: ChangeBody, node: str = "") -> Json:
+    context = asked.context
+    with asked.readable(f"may {verb} it") as (connection, found):
         fields = _status(context, connection, found, stacks=False)["job"]
     if found.phase == "ended":
         raise refused(409, f"job {found.key} has ended (exit code {fields['exit_code']}): there is nothing to {verb}")
-    change = Change(verb, found.key, asker, clean(body.reason), clean(node), body.dry_run)
+    change = Change(verb, found.key, asked.asker, clean(body.reason), clean(node), body.dry_run)
     try:
         reply = context.submit(change).result(context.reply_timeout_s)
     except NoReply:
@@ -178,20 +197,8 @@ def _change(
         ) from None
     if not reply.done:
         raise refused(409, reply.message)
-    return {"job": views.public_fields(fields), "verb": verb, "dry_run": body.dry_run, "message": reply.message}
-
-
-@contextmanager
-def _readable(
-    context: RestContext, asker: Principal, job: str, owner: str, cluster: str, what: str
-) -> Iterator[tuple[Connection, FoundJob]]:
-    """The job, and a connection to read it, for who may read it; else 403."""
-    with context.reading() as connection:
-        found = find_job(connection, job, owner=owner, cluster=cluster, prefer_owner=_preferred(asker))
-        if not asker.may_read(found.key.owner):
-            verb = "" if what.startswith("may") else "see "
-            raise refused(403, f"job {found.key} belongs to {found.key.owner}: only its owner and operators {verb}{what}")
-        yield connection, found
+    answer = {"verb": verb, "dry_run": body.dry_run, "request_id": reply.request_id, "message": reply.message}
+    return {"job": views.public_fields(fields), **answer}
 
 
 def _status(context: RestContext, connection: Connection, found: FoundJob, stacks: bool) -> Json:
@@ -203,8 +210,3 @@ def _status(context: RestContext, connection: Connection, found: FoundJob, stack
         supervisor=context.supervisor(),
         with_stacks=stacks,
     )
-
-
-def _preferred(asker: Principal) -> str:
-    """Whose job is meant where several owners have one of that id: a user's own; an operator sees all and must say."""
-    return asker.name if asker.role is Role.USER else ""

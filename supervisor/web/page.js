@@ -208,7 +208,7 @@ function drawJob(status) {
   byId("job-name").textContent = shown(job.name);
   byId("job-state").textContent = stateOf(job);
   byId("job-state").className = `state ${stateOf(job)}`;
-  byId("job-reason").textContent = shown(job.reason);
+  byId("job-reason").textContent = shown(job.reason || job.waiting_for || "");
   byId("command").textContent = shown(job.command);
   drawFacts(status);
   drawSuspects(status.suspects);

@@ -36,6 +36,12 @@ def test_the_first_mover_is_named_and_not_its_victims() -> None:
     assert lines[-2].startswith("more: rsup report t1")
 
 
+def test_another_failure_without_a_text_ends_the_line_after_its_code() -> None:
+    text = failure_report("job", [exited(0, 1, 7), exited(1, 2, 7), exited(2, 3, 7, error="ValueError: x")])
+    assert "  also failed: rank 1, exit code 7\n" in text
+    assert "  also failed: rank 2, exit code 7: ValueError: x\n" in text
+
+
 def test_it_is_plain_short_and_ascii() -> None:
     tail = "\x1b[31mrot\x1b[0m ü\tx\x07\n" * 500
     exits = [exited(rank, rank, error="Fehler: ü\nzweite", log_tail=tail) for rank in range(2000)]

@@ -220,6 +220,59 @@ def test_the_first_mover_is_named_although_a_victim_was_heard_first() -> None:
     assert driver.state.result and (driver.state.result.exit_code, driver.state.result.rank) == (5, 2)
 
 
+PEER_ERROR = "RuntimeError: Connection closed by peer [10.0.0.2]:4711"
+
+
+@pytest.mark.parametrize("how", ["keeper", "fenced"])
+def test_a_node_that_died_is_blamed_although_its_victims_were_heard_first(how: str) -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=ONE_RESTART)).run_nodes("a", "b")
+    driver.exit("a", 0, 1, error=PEER_ERROR)
+    driver.exit("a", 1, 1, error=PEER_ERROR)
+    driver.gone("a")
+    assert driver.state.phase is Phase.STOPPING
+    if how == "keeper":
+        driver.say("b", wire.AgentGone(0, "its launcher was killed"))
+    else:
+        driver.feed(AgentSilent("b", 16.0))
+        driver.feed(OperatorAsked("fence", "root", "", "r", "node-b"))
+    (incident,) = driver.incidents()
+    assert (incident.kind, incident.rank, incident.node, incident.exit_code) == ("agent-lost", None, "node-b", None)
+    assert "node-b is out" in incident.text and incident.victims == [0, 1]
+    failure = driver.state.failure
+    assert failure and (failure.kind, failure.exit_code, failure.node) == ("agent-lost", 1, "node-b")
+    assert [e.node for e in driver.events() if e.kind == "FirstMover"] == ["node-b"]
+    assert driver.state.current and driver.state.current.outcome == "lost"
+
+
+@pytest.mark.parametrize("case", ["another error", "ranks seen to end"])
+def test_a_node_that_went_later_is_not_blamed(case: str) -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2)).run_nodes("a", "b")
+    driver.exit("a", 0, 5, error="ValueError: bad batch" if case == "another error" else PEER_ERROR)
+    driver.gone("a")
+    if case == "ranks seen to end":
+        driver.gone("b")
+    driver.say("b", wire.AgentGone(0, "dead"))
+    assert [(incident.kind, incident.rank) for incident in driver.incidents()] == [("exit", 0)]
+
+
+def test_launchers_that_left_while_a_decision_was_due_make_the_job_88() -> None:
+    driver = Driver(spec(policy=COUNT_3)).run_nodes("a")
+    driver.exit("a", 0, 7)
+    driver.feed(AgentLeft("a"))
+    assert driver.state.result and driver.state.result.exit_code == wire.EXIT_REQUEUE
+
+
+def test_requests_say_whom_they_ask_and_what_became_of_them() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2)).run_nodes("a", "b")
+    driver.feed(OperatorAsked("checkpoint", "alice", "", "r1"))
+    driver.say("a", wire.RequestDone(0, "r1", False, "the script takes no requests"))
+    driver.feed(OperatorAsked("stop", "alice", "", "r2"))
+    data = {event.kind: event.data for event in driver.events()}
+    assert data["SaveCheckpoint"] == {"request_id": "r1", "nodes": ["node-a", "node-b"]}
+    assert data["RequestDone"] == {"request_id": "r1", "done": False, "message": "the script takes no requests"}
+    assert data["StopRequested"] == {"request_id": "r2", "nodes": ["node-a", "node-b"]}
+
+
 def test_a_hang_takes_stacks_before_it_kills_and_names_the_stopped_rank() -> None:
     driver = Driver(spec(min_nodes=2, max_nodes=2, policy=ONE_RESTART)).run_nodes("a", "b")
     driver.say("a", wire.RankOverdue(0, 1, 0, "step", 3.1, 3.0, iteration=7))

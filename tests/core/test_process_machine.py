@@ -181,7 +181,7 @@ def test_commands_are_performed_in_sequence_and_a_hole_waits() -> None:
     assert agent.feed(ev.OrderArrived(wire.Order("a", 0, 0, [third]))) == []
     first, second = wire.Park(1, "r"), wire.HostStore(2, "r", 1)
     actions = agent.feed(ev.OrderArrived(wire.Order("a", 0, 0, [third, first, second])))
-    assert [type(action) for action in actions] == [ev.BindStore, ev.PushLimits]
+    assert [type(action) for action in actions] == [ev.PrintReport, ev.BindStore, ev.PushLimits]
     assert agent.state.last_command == 3
 
 
@@ -304,6 +304,61 @@ def test_a_restart_is_said_in_one_line_with_its_cause() -> None:
     agent.feed(ev.AllReaped(2))
     (said,) = of(agent.order(start_command(attempt=3), epoch=3), ev.PrintReport)
     assert said.text == "rsup: attempt 3 starts: rank 5 on other hung (restart 2 of 3)"
+
+
+def test_several_nodes_are_told_what_starts_and_a_newcomer_no_cause_that_it_does_not_know() -> None:
+    said = of(Agent(max_nodes=2).join().order(start_command(attempt=2)), ev.PrintReport)
+    assert [report.text for report in said] == ["rsup: attempt 2 starts with 2 ranks on 1 node (restart 1 of 3)"]
+    said = of(Agent(max_nodes=2).join().order(start_command()), ev.PrintReport)
+    assert [report.text for report in said] == ["rsup: attempt 1 starts with 2 ranks on 1 node"]
+    assert not of(Agent().join().order(start_command()), ev.PrintReport)
+
+
+def test_who_waits_for_other_nodes_says_so_once() -> None:
+    agent = Agent(min_nodes=2, max_nodes=2).join()
+    agent.state = replace(agent.state, contact_at=1000.0)  # the supervisor goes on answering
+    assert not of(agent.tick(104), ev.PrintReport)
+    (said,) = of(agent.tick(200), ev.PrintReport)
+    assert said.text == (
+        "rsup: waiting for other nodes: the job starts when all 2 are here; it waits up to 10 min for that (--join-timeout)"
+    )
+    elastic = Agent(min_nodes=1, max_nodes=3, join_timeout_s=90.0).join()
+    elastic.state = replace(elastic.state, contact_at=1000.0)
+    (said,) = of(elastic.tick(200), ev.PrintReport)
+    assert "starts with 3, or 30 s after there are at least 1; it waits up to 90 s" in said.text
+    alone = Agent().join()
+    alone.state = replace(alone.state, contact_at=1000.0)
+    assert not of(alone.tick(200), ev.PrintReport)
+
+
+def test_a_spare_says_once_that_it_is_one() -> None:
+    agent = Agent(max_nodes=2).join()
+    (said,) = of(agent.order(wire.Park(0, "node a is a spare")), ev.PrintReport)
+    assert said.text == "rsup: node a is a spare"
+    assert not of(agent.order(wire.Park(0, "node a is a spare")), ev.PrintReport)
+
+
+def test_a_silent_decider_is_said_once_when_it_is_missed() -> None:
+    agent = Agent().run()
+    assert not of(agent.tick(130), ev.PrintReport), "nothing is to be decided"
+    agent.die(0, 7)
+    (said,) = of(agent.tick(150), ev.PrintReport)
+    assert said.text == (
+        "rsup: a rank has failed, and nothing has been heard of the supervisor for 5 s; "
+        "without its word this launch ends with 88 after 300 s"
+    )
+    agent.order()
+    assert len(of(agent.tick(170), ev.PrintReport)) == 1, "it had answered, and is silent again"
+
+
+def test_the_end_after_identical_failures_names_the_option() -> None:
+    agent = Agent().run()
+    agent.die(0, 1)
+    agent.die(1, 1)
+    agent.feed(ev.AllReaped(1))
+    result = wire.JobResult(93, "no restart: 3 identical failures without progress between them (limit 3)")
+    (said,) = of(agent.order(wire.EndJob(0, "r", result)), ev.PrintReport)
+    assert "--identical-failures" in said.text.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------ signals and requests

@@ -63,6 +63,8 @@ def test_last_call_of_an_elastic_job() -> None:
     driver.join("a")
     driver.join("b")
     assert driver.state.phase is Phase.FORMING
+    (said,) = [event.text for event in driver.events() if event.kind == "LastCall"]
+    assert "2 of 2:3 nodes are here: 1 more node may join within 5 s" in said
     driver.wait(4.0)
     assert driver.state.phase is Phase.FORMING
     driver.wait(1.0)

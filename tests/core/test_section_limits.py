@@ -61,6 +61,6 @@ def test_a_configured_limit_gives_way_only_if_that_was_asked_for(enforce: bool, 
     assert limits.sections["step"] == expected
 
 
-def test_no_limit_below_a_second() -> None:
+def test_no_limit_below_ten_seconds() -> None:
     limits, _ = calculate(Limits(), Limits(), seen(step_s=0.001))
-    assert limits.sections["step"] == 1.0
+    assert limits.sections["step"] == 10.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rsup.supervisor import wire
+from rsup.supervisor import loop, wire
 from rsup.supervisor.loop import AgentKnownDead, AgentMessage, Loop, OperatorReply, OperatorRequest
 from rsup.supervisor.memory_store import MemoryStore
 from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, Record
@@ -244,6 +244,49 @@ def test_a_full_disk_stops_decisions_but_not_the_conversation(caplog: pytest.Log
     assert "AgentLost" not in bench.kinds()
     assert len([r for r in caplog.records if "no space left" in r.message]) == 1, "one line, not one a try"
     assert any("can be written again" in r.message for r in caplog.records)
+
+
+def test_a_new_agent_hears_of_a_full_disk_and_leaves_no_ghost_job() -> None:
+    bench = Bench()
+    bench.store.fail_with = StoreFull("no space left in /state: free some, or choose another --state-dir")
+    assert bench.join("a") == [], "it asks again"
+    bench.wait(2.5)
+    (refusal,) = bench.join("a")
+    assert isinstance(refusal, wire.Refusal) and refusal.exit_code == 1
+    assert refusal.message.startswith("no job can be started now: no space left") and "\n" not in refusal.message
+    bench.store.fail_with = None
+    bench.wait(2.0)
+    assert bench.loop.store_error == "" and bench.loop.jobs() == [] and not bench.store.rows
+    assert isinstance(bench.join("b")[0], wire.Welcome)
+
+
+def test_a_turn_without_anything_to_write_is_no_cure(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.store.fail_with = StoreFull("no space")
+    bench.join("a")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            bench.wait(1.0)
+            assert bench.loop.store_error == "no space"
+    assert len(caplog.records) == 1
+    bench.store.fail_with = None
+    bench.wait(1.5)
+    assert bench.loop.store_error == ""
+
+
+def test_a_backlog_that_is_full_tells_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_BACKLOG", 3)
+    bench = Bench()
+    bench.start()
+    bench.store.fail_with = StoreFull("no space")
+    replies: list[OperatorReply] = []
+    for i in range(5):
+        bench.loop.handle([OperatorRequest("t1", "checkpoint", "alice", "", replies.append, request_id=f"q{i}")])
+    assert [(reply.done, reply.request_id) for reply in replies] == [(False, "q0"), (False, "q1")]
+    assert "no space" in replies[0].message and bench.loop.num_dropped == 2
+    bench.store.fail_with = None
+    bench.wait(1.5)
+    assert [(reply.done, reply.request_id) for reply in replies[2:]] == [(True, "q2"), (True, "q3"), (True, "q4")]
 
 
 def test_a_disk_that_is_full_when_the_supervisor_starts() -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,17 @@ def test_a_rendezvous_port_in_use(place: Place) -> None:
         held.listen()
         port = str(held.getsockname()[1])
         launched = place.launch("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{port}", *TRUE)
-        assert launched.wait(30) != 0
+        assert launched.wait(30) == 2
         assert port in launched.stderr and "in use" in launched.stderr
+
+
+def test_an_interpreter_that_is_gone(place: Place) -> None:
+    gone = "import sys; sys.executable = '/gone/python'; from rsup.launcher.cli import main; "
+    launch = gone + f"sys.exit(main(['launch', *{TRUE}]))"
+    done = subprocess.run([sys.executable, "-c", launch], env=place.environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "with /gone/python: No such file" in done.stderr and "internal error" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_two_launches_with_one_live_id(place: Place) -> None:

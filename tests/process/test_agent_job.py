@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,14 @@ class Job:
         places = {"RSUP_STATE_DIR": str(self.folder / f"state-{at}"), "XDG_RUNTIME_DIR": str(run)}
         return os.environ | places | {"OUT": str(self.folder), "HOME": str(self.folder / f"home-{at}")}
 
-    def launch(self, script: str, *options: str, at: str = "a") -> subprocess.Popen[bytes]:
+    def launch(
+        self, script: str, *options: str, at: str = "a", launcher: Sequence[str] = ("-m", "rsup.launcher")
+    ) -> subprocess.Popen[bytes]:
         path = self.folder / "script.py"
         path.write_text(script)
         with open(self.err_path(at), "wb") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rsup.launcher", "launch", *options, str(path)],
+                [sys.executable, *launcher, "launch", *options, str(path)],
                 env=self.environment(at),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -164,6 +166,23 @@ def test_the_supervisors_death_in_the_middle_of_a_restart(job: Job) -> None:
     job.end()
     assert process.wait(30) == 0
     assert job.result("t1")["attempts"] == 2
+
+
+def test_a_stopped_supervisor_is_replaced_and_a_dead_rank_too(job: Job) -> None:
+    impatient = "from rsup.launcher import cli, supervisor_process as process; process.SILENT_S = 3.0; "
+    launcher = ["-c", impatient + "import sys; sys.exit(cli.main())"]
+    process = job.launch(WAITS, "--nproc-per-node", "2", "--max-restarts", "1", "--job-id", "t1", launcher=launcher)
+    pids = job.started(1)
+    first = job.supervisor_pid()
+    os.kill(first, signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    job.started(2)
+    assert not alive(first) and job.supervisor_pid() != first
+    job.end()
+    assert process.wait(30) == 0
+    assert job.result("t1")["attempts"] == 2
+    assert "a rank has failed, and nothing has been heard of the supervisor for 5 s" in job.err()
+    assert f"the supervisor (pid {first}) has said nothing for 3 s: it was killed" in job.err()
 
 
 def test_a_stopped_rank_with_a_step_limit_is_replaced(job: Job) -> None:

@@ -1,5 +1,6 @@
 """The keeper as host of the attempts' TCPStores, with real ranks."""
 
+import contextlib
 import os
 import select
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rsup.launcher import keeper_process as companion
 from rsup.launcher.keeper import Keeper, PortInUse, bind_store_socket
 
 RANK = """
@@ -97,6 +99,33 @@ def test_the_agent_sees_its_keeper_die_and_starts_another(tmp_path: Path) -> Non
     another = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
     assert another.host_store(2, "127.0.0.1") > 0
     another.close()
+
+
+def test_a_keeper_that_does_not_read_gets_the_newest_of_each_kind_later(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "60"]) as process, theirs:
+        keeper = Keeper(process, ours, tmp_path / "log")
+        for number in range(2000):
+            keeper.set_sessions([number] * 500)
+        keeper.set_supervisor("ipc:///there")
+        keeper.set_files([tmp_path / "board"])
+
+        def read() -> list[companion.ToKeeper]:
+            messages = []
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    messages.append(companion.decode(theirs.recv(companion.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)))
+            return messages
+
+        before = read()
+        assert 0 < len(before) < 2000 and all(isinstance(message, companion.UseSessions) for message in before)
+        keeper.flush()
+        newest = [companion.UseSessions([1999] * 500), companion.UseSupervisor("ipc:///there")]
+        assert read() == [*newest, companion.UseFiles([str(tmp_path / "board")])]
+        keeper.flush()
+        assert read() == []
+        process.kill()
+        keeper.close()
 
 
 def test_torch_that_cannot_be_imported_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rsup.launcher import supervisor_process
 from rsup.launcher.supervisor_process import EmbeddedSupervisor, belongs_to_job, read_live
 from rsup.supervisor import places, wire
 from rsup.supervisor.heartbeat_board import process_start_ticks
@@ -40,7 +41,7 @@ def test_500_facts_are_applied_once_though_the_supervisor_is_killed_three_times(
     agent.close()
 
 
-def test_a_stopped_supervisor_blocks_nobody_and_is_not_replaced(state: Path, agent: Agent) -> None:
+def test_a_stopped_supervisor_blocks_nobody_and_is_not_replaced_at_once(state: Path, agent: Agent) -> None:
     until(lambda: agent.client.connected, agent.turn)
     found = served(state)
     starts = agent.embedded.num_starts
@@ -57,6 +58,33 @@ def test_a_stopped_supervisor_blocks_nobody_and_is_not_replaced(state: Path, age
         os.kill(found.pid, signal.SIGCONT)
     until(lambda: not len(agent.spool), agent.turn)
     assert notes(state) == [f"meanwhile {i}" for i in range(50)]
+
+
+def test_only_a_silent_supervisor_of_our_own_is_killed(state: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_process, "SILENT_S", 5.0)
+    until(lambda: agent.client.connected, agent.turn)
+    found = served(state)
+    clock_s = [0.0]
+    other = EmbeddedSupervisor(state, in_job=False, clock=lambda: clock_s[0])
+
+    def silent_for(turns: int, step_s: float) -> int:
+        other.heard()
+        for _ in range(turns):
+            clock_s[0] += step_s
+            if pid := other.kill_silent():
+                return pid
+        return 0
+
+    assert not silent_for(4, 1.0), "not yet"
+    assert not silent_for(20, 10.0), "it was we who did not run"
+    for foreign in ({"embedded": False}, {"host": "elsewhere"}, {"start_ticks": found.start_ticks + 1}, {"boot_id": "before"}):
+        replace(found, **foreign).write(state)  # type: ignore[arg-type]
+        assert not silent_for(20, 1.0), foreign
+    assert running(found.pid)
+    found.write(state)
+    assert silent_for(20, 1.0) == found.pid
+    until(lambda: not running(found.pid))
+    assert not silent_for(20, 1.0), "it is dead"
 
 
 def test_sigterm_ends_in_good_order(state: Path, agent: Agent) -> None:
@@ -207,7 +235,7 @@ def test_a_supervisor_that_cannot_start_is_tried_seldom_and_says_why(state: Path
     assert starts[-1] <= 4
     until(lambda: "no-such-option" in (state / "supervisor.log").read_text())
     assert "Traceback" not in (state / "supervisor.log").read_text()
-    until(lambda: not embedded.num_running)
+    until(lambda: all(child.poll() is not None for child in embedded._children))
 
 
 def test_from_spawn_to_welcome(state: Path) -> None:

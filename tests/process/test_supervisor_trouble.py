@@ -1,5 +1,6 @@
 """The supervisor process whose store is damaged, newer, held by another, or on a disk that cannot be written."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -102,6 +103,35 @@ def test_a_disk_that_cannot_be_written_does_not_stop_a_launch(small_disk: Path, 
     os.kill(welcome.supervisor.pid, signal.SIGTERM)
     until(lambda: not running(welcome.supervisor.pid))
     agent.close()
+
+
+def test_a_disk_that_fills_up_under_an_idle_supervisor_is_told_to_the_next_launch(small_disk: Path) -> None:
+    idle = Agent(small_disk)
+    until(lambda: idle.client.connected, idle.turn)
+    idle.close()
+    filler = fill(small_disk)
+    turned_away = Agent(small_disk)
+    until(lambda: turned_away.first(Refusal), lambda: (turned_away.client.send_report(0, 0, attempt=0), _poll(turned_away)))
+    refusal = turned_away.first(Refusal)
+    assert isinstance(refusal, Refusal) and refusal.exit_code == 1
+    assert "no job can be started now: cannot write the store" in refusal.message and "free some space" in refusal.message
+    turned_away.close()
+    filler.unlink()
+    until(lambda: "can be written again" in _log_text(small_disk))
+    with contextlib.closing(sqlite3.connect(f"file:{small_disk}/rsup.db?mode=ro", uri=True)) as database:
+        assert database.execute("select count(*) from jobs").fetchone() == (1,), "no job of the agent that was turned away"
+
+
+def test_the_next_supervisor_in_the_same_trouble_takes_up_the_same_store(state: Path) -> None:
+    make_trouble(state, "damaged")
+    for _ in range(2):
+        agent = Agent(state)
+        until(lambda agent=agent: agent.first(Welcome), agent.turn)  # type: ignore[misc]
+        agent.close()
+        pid = served(state).pid
+        os.kill(pid, signal.SIGTERM)
+        until(lambda pid=pid: not running(pid))  # type: ignore[misc]
+    assert len(list(state.glob("rsup-fallback-*.db"))) == 1
 
 
 def test_a_disk_that_fills_up_loses_nothing(small_disk: Path) -> None:

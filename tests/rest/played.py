@@ -21,6 +21,7 @@ TOKENS = {"viewer": "viewer-token-0123456789", "user": "user-token-0123456789", 
 class Reply:
     done: bool
     message: str
+    request_id: str = "q1"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rsup.launcher import cli
-from rsup.supervisor import places, query_cli
+from rsup.supervisor import places, query_cli, request_outcome
 from rsup.supervisor.records import EventLogged
 from rsup.supervisor.sql_store import SqlStore
 from tests.rest.played import TOKENS, PlayedSupervisor, Reply, Served
@@ -118,6 +119,26 @@ def test_control_characters_of_a_job_do_not_reach_the_terminal(story: SqlStore, 
         assert out and "\x1b" not in out and "\x07" not in out, words
 
 
+def test_an_unreadable_store_is_replaced_by_the_newest_that_was_used_in_its_place(
+    story: SqlStore, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.close()
+    for stamp in ("20260101-000000", "20260102-000000"):
+        shutil.copyfile(state / "rsup.db", state / f"rsup-fallback-{stamp}.db")
+    (state / "rsup.db").write_bytes(b"this is no database" * 100)
+    out, err = told(capsys, "status", "t1", "--json")
+    assert json.loads(out)["job"]["name"] == "t1.2"
+    (line,) = [line for line in err.splitlines() if "fallback" in line]
+    assert "rsup.db" in line and line.endswith(f"reading {state}/rsup-fallback-20260102-000000.db in its place")
+    (state / "rsup.db").unlink()
+    assert "t1.2" in told(capsys, "jobs")[0]
+
+
+def test_an_unreadable_store_without_another_is_one_line(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (state / "rsup.db").write_bytes(b"this is no database" * 100)
+    assert "rsup.db cannot be read" in told(capsys, "jobs", code=1)[1]
+
+
 def test_an_empty_place_is_friendly(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "jobs")[0] == "no jobs yet: start one with `rsup launch`\n"
     assert json.loads(told(capsys, "jobs", "--json")[0]) == []
@@ -140,10 +161,49 @@ def test_only_a_running_supervisor_can_change_something(story: SqlStore, verb: s
     assert out == "" and err.count("\n") == 1 and "no supervisor runs" in err and "rsup jobs" in err
 
 
-def test_stop_and_checkpoint_ask_the_supervisor(
-    announced: Served, played: PlayedSupervisor, capsys: pytest.CaptureFixture[str]
+def asked(kind: str, nodes: list[str], *answers: tuple[bool, str]) -> list[EventLogged]:
+    """The events of request `q1` of bob's job: that these nodes were asked, and their answers."""
+    data: dict[str, object] = {"request_id": "q1", "nodes": nodes}
+    events = [EventLogged(RUNNING, 2, at(11), at(11), kind, "asked", data=data)]
+    for number, (done, message) in enumerate(answers, 3):
+        data = {"request_id": "q1", "done": done, "message": message}
+        events.append(EventLogged(RUNNING, number, at(12), at(12), "RequestDone", "", node=f"n{number}", data=data))
+    return events
+
+
+@pytest.mark.parametrize(
+    ("verb", "answers", "code", "says"),
+    [
+        ("checkpoint", [(False, "the script takes no requests")], 1, "not taken up: n3: the script takes no requests"),
+        ("checkpoint", [(True, "")], 0, "asked, not answered yet"),
+        ("checkpoint", [(True, ""), (True, "")], 0, "all ranks have taken it up"),
+        ("stop", [(True, ""), (True, "its ranks got SIGTERM")], 0, "taken up; its ranks got SIGTERM"),
+        ("stop", [(False, "the attempt ended before")], 0, "not taken up: n3: the attempt ended before"),
+    ],
+)
+def test_a_request_is_answered_by_the_ranks(
+    announced: Served,
+    story: SqlStore,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    answers: list[tuple[bool, str]],
+    code: int,
+    says: str,
 ) -> None:
-    assert told(capsys, "checkpoint", EVIL)[0] == "taken up\n"
+    monkeypatch.setattr(request_outcome, "WITHIN_S", 0.2)
+    story.commit(asked(verb, ["n3", "n4"], *answers))
+    out, err = told(capsys, verb, EVIL, code=code)
+    assert says in (err if code else out) and (out + err).count("\n") == 1
+    answer = json.loads(told(capsys, verb, EVIL, "--json", code=code)[0])
+    assert answer["taken_up"] is (None if "not answered" in says else "not taken up" not in says)
+
+
+def test_stop_and_checkpoint_ask_the_supervisor(
+    announced: Served, played: PlayedSupervisor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_outcome, "WITHIN_S", 0.0)
+    assert told(capsys, "checkpoint", EVIL)[0].startswith("taken up; asked, not answered yet")
     assert json.loads(told(capsys, "stop", f"bob/{EVIL}", "--reason", "enough", "--json")[0])["verb"] == "stop"
     assert [(change.verb, change.job, change.reason) for change in played.changes] == [
         ("checkpoint", RUNNING, ""),

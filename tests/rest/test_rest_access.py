@@ -139,6 +139,9 @@ def test_what_is_not_there_is_a_problem_too(served: Served) -> None:
     client = served.client()
     assert "/docs" in problem_of(client.get("/api/v2/jobs"), 404)
     assert "DELETE" in problem_of(client.delete("/api/v1/jobs"), 405)
+    for path in ("/api/v1/jobs/t1/metrics", "/api/v1/jobs/shared/nothing"):
+        assert problem_of(client.get(path), 404) == f"there is nothing at {path}; /docs lists what there is"
+    assert "no job 'nobody/t9'" in problem_of(client.get("/api/v1/jobs/nobody/t9"), 404)
     problem_of(client.get("/static/..%2fapp.py"), 404)
     problem_of(client.get("/static/index.html"), 404)
     assert problem_of(client.post(f"{EVIL_PATH}/stop", content=b"{", headers={"Content-Type": "application/json"}), 422)

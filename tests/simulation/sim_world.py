@@ -54,11 +54,14 @@ class FragileStore:
     def last_run(self, cluster: str, owner: str, job_id: str) -> object:
         return self.inner.last_run(cluster, owner, job_id)
 
+    def probe(self) -> None:
+        if self.world.now_s < min(self.world.chaos.until_s, self.full_until_s):
+            raise StoreError("no space left on the disk")
+
     def commit(self, records: list[Record]) -> None:
+        self.probe()
         chaos = self.world.chaos
         bad = self.world.now_s < chaos.until_s
-        if bad and self.world.now_s < self.full_until_s:
-            raise StoreError("no space left on the disk")
         if bad and self.world.random.random() < chaos.crash_before_commit:
             raise SupervisorDied
         self.inner.commit(records)
