@@ -16,6 +16,7 @@ MAX_REPORT_LINES = 40
 MAX_LINE_CHARS = 160
 MAX_ERROR_FILE_BYTES = 4 * 1024 * 1024
 
+_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?$", re.MULTILINE)
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[\S+\]:\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeout)|(?:\w+\.)+[A-Z]\w*)(?::\s.*)?$"
 )
@@ -56,8 +57,11 @@ def read_error_file(path: Path) -> RankError | None:
 
 
 def telling_line(log_tail: str) -> str:
-    """The last line of a stderr tail that says what went wrong: an exception's line, else the last line with text."""
-    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    """The last line of a stderr tail that says what went wrong: an exception's line, else the last line with text.
+
+    Python's warnings, with the source line that each shows, are no answer.
+    """
+    lines = [line.strip() for line in _WARNING.sub("", log_tail).splitlines() if line.strip()]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
     complaints = [line for line in lines if _COMPLAINT.search(line)]
     for found in (exceptions, complaints, lines):

@@ -102,3 +102,10 @@ def test_an_error_file_of_odd_content(tmp_path: Path) -> None:
     path.write_text('{"message": "plain text\\nsecond"}')
     error = read_error_file(path)
     assert error is not None and error.line == "plain text"
+
+
+def test_a_warning_is_not_why_a_rank_failed() -> None:
+    warning = "/usr/lib/torch/cuda/__init__.py:61: FutureWarning: pynvml is deprecated.\n  import pynvml  # type: ignore\n"
+    assert telling_line(warning) == ""
+    assert telling_line("loading data\n" + warning) == "loading data"
+    assert telling_line("RuntimeError: no data\n" + warning) == "RuntimeError: no data"
