@@ -55,7 +55,8 @@ class Workplace:
     def __enter__(self) -> "Workplace":
         self.folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))
         (self.folder / "run").mkdir(mode=0o700)
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("RSUP_", "PET_", "TORCHELASTIC_"))}
+        left_out = ("RSUP_", "PET_", "TORCHELASTIC_", "PYTHONDONTWRITEBYTECODE")  # users have their bytecode cached
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
         self.environment |= {
             "RSUP_STATE_DIR": str(self.folder / "state"),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
