@@ -38,6 +38,7 @@ bench: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m rsup.launcher.options_page > docs/options.md
+	$(BIN)/python -m rsup.supervisor.settings_page > docs/serve.md
 
 dist: $(INSTALLED)
 	$(BIN)/python -m build --outdir dist .

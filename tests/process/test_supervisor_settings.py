@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rsup.supervisor import config, lifetime
+from rsup.supervisor import config, lifetime, settings_page
 from rsup.supervisor.config import Settings
 from rsup.supervisor.lifetime import AgentSeen, Lifetime
 from rsup.supervisor.wire import UsageError
@@ -103,3 +103,7 @@ def test_it_ends_only_after_being_idle_without_a_break() -> None:
 )
 def test_a_job_is_abandoned_only_if_all_its_agents_are_known_dead_here(agents: list[AgentSeen], gone: list[str]) -> None:
     assert lifetime.abandoned(agents) == gone
+
+
+def test_the_reference_page_is_the_table() -> None:
+    assert (Path(__file__).parents[2] / "docs" / "serve.md").read_text() == settings_page.page(), "run: make docs"
