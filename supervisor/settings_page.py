@@ -11,8 +11,8 @@ _INTRODUCTION = f"""\
 <!-- Made by `python -m rsup.supervisor.settings_page`; do not edit. -->
 # Settings of `rsup serve`
 
-A flag wins over the environment, the environment over the TOML file (`--config FILE`, else `{SYSTEM_FILE}` where it exists), that over
-the default. In the environment a list is separated by commas, and a switch is `1`, `0`, `true` or `false`.
+A flag wins over the environment, the environment over the TOML file (`--config FILE`, else `{SYSTEM_FILE}` where it exists),
+that over the default. In the environment a list is separated by commas, and a switch is `1`, `0`, `true` or `false`.
 
 | flag | environment | key in TOML | meaning (default) |
 |---|---|---|---|"""
