@@ -18,6 +18,8 @@ from typing import Any
 from rsup.launcher import process_events as ev
 from rsup.launcher.agent_keeper import AgentKeeper
 from rsup.launcher.agent_parts import open_parts, where_to_look
+from rsup.launcher.error_file import write_error_file
+from rsup.launcher.failure_report import exit_text, first_failure
 from rsup.launcher.keeper_process import DELIVER_WITHIN_S
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.process_ending import HAS_PROCESSES
@@ -108,7 +110,7 @@ class Agent:
 
     def _turn(self, next_tick_s: float) -> float:
         wait_s = next_tick_s - time.monotonic()
-        if self._group and self._group.is_reaping:
+        if self._group and self._group.is_quick:
             wait_s = min(wait_s, REAP_POLL_S)
         for key, _ in self._selector.select(max(0.0, wait_s)):
             key.data()
@@ -290,7 +292,13 @@ class Agent:
 
     def _go_on_reaping(self) -> None:
         group = self._group
-        if group and group.is_reaping and group.reap((self._keeper.pid,)):
+        if group is None or not group.is_reaping:
+            return
+        is_done = group.reap((self._keeper.pid,))
+        for note in group.take_notes():
+            self._say(f"rsup: {note}")
+            self._events.append(ev.Noticed("warning", note))
+        if is_done:
             self._keeper.set_sessions(())
             self._events.append(ev.AllReaped(group.start.attempt))
 
@@ -332,6 +340,17 @@ class Agent:
             action.result, state.job_id, state.run, options.state_dir, options.result_file, is_first_node=first
         ):
             self._say(problem)
+        failed = first_failure(state.exits)
+        recorded = self._group.error_file_of(failed.rank) if failed and self._group else None
+        if problem := write_error_file(action.result, self._exit_message(failed), recorded, os.environ):
+            self._say(problem)
+
+    @staticmethod
+    def _exit_message(failed: wire.RankExited | None) -> str:
+        if failed is None:
+            return ""
+        text = f"rank {failed.rank}: {exit_text(failed.exit_code, failed.signal)}"
+        return f"{text}: {failed.error}" if failed.error else text
 
     def _print_report(self, action: ev.PrintReport) -> None:
         self._say(action.text if action.text.startswith("rsup") or "\n" in action.text else f"rsup: {action.text}")

@@ -62,7 +62,7 @@ def open_parts(
     agent_places = make_places(agent_id)
     stack.callback(lambda: agent_places.remove(keep_spool=keep_spool()))
     logs = LogPump(_log_options(options), options.nproc_per_node)
-    stack.callback(lambda: logs.close(success=succeeded()))
+    stack.callback(lambda: logs.close(success=succeeded(), is_told=lambda: any(stops for _, stops in signals.read())))
     if logs.temporary_dir:
         agent_places.remember_logs(logs.temporary_dir)
     board = BoardReader(options.nproc_per_node, agent_places.runtime_dir)

@@ -98,7 +98,7 @@ def first_failure(exits: Sequence[RankExited]) -> RankExited | None:
 
 def failure_report(job_id: str, exits: Sequence[RankExited], *, reason: str = "", num_tail_lines: int = 15) -> str:
     """The report of a failed attempt: the first failing rank with its error and last log lines, the others in a line each
-    kind, what to run next. Plain ASCII, at most `MAX_REPORT_LINES` lines. Empty if no rank failed and there is no reason.
+    kind, what to run next. Printable text, at most `MAX_REPORT_LINES` lines. Empty if no rank failed and there is no reason.
     """
     first = first_failure(exits)
     if first is None and not reason:
@@ -164,6 +164,12 @@ def _one_line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Plain ASCII, without what moves a terminal's cursor."""
-    ascii_text = text.replace("\t", "    ").encode("ascii", "backslashreplace").decode()
-    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x1f\x7f]", "", ascii_text)
+    """Without what moves a terminal's cursor; other characters that do not print (or would reorder the line) are escaped."""
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x1f\x7f]", "", text.replace("\t", "    "))
+    return plain if plain.isprintable() else "".join(_visible(character) for character in plain)
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else character.encode("unicode_escape").decode()

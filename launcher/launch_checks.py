@@ -12,6 +12,8 @@ from rsup.launcher.launch_options import LaunchOptions
 from rsup.supervisor import places
 from rsup.supervisor.wire import RsupError, UsageError
 
+STDIN_SCRIPTS = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+
 
 def check(options: LaunchOptions) -> None:
     """Raise `UsageError` if script, module, program, directories or key file cannot be used. Makes missing directories."""
@@ -32,6 +34,12 @@ def check(options: LaunchOptions) -> None:
 def check_script(options: LaunchOptions) -> None:
     """Raise `UsageError` if it is certain that the ranks could not even be started."""
     script = options.training_script
+    reads_stdin = script in STDIN_SCRIPTS and not options.module and not options.no_python
+    if reads_stdin and options.nproc_per_node > 1:
+        ranks = options.nproc_per_node
+        raise UsageError(f"script {script}: {ranks} ranks cannot share one standard input; name a file, or --nproc-per-node 1")
+    if script == "-" and reads_stdin and not options.run_path:
+        return
     if options.module:
         _check_module(script)
     elif options.no_python and not options.run_path:

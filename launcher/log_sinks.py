@@ -1,98 +1,24 @@
-"""Where log bytes end: files and consoles, each behind a thread with a bounded buffer, so that none can hold up a rank.
+"""What stands before files and consoles: a thread with a bounded buffer each, so that none can stop a rank for good.
 
-A sink that makes progress may slow its writers down for a moment (`patience_s` at a full buffer); one that does not loses
-what no longer fits, counted and said once.
+A sink with a full buffer slows its writers down as long as it takes something now and then; one that has taken nothing for
+`patience_s` loses what no longer fits, counted and said once.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol, TextIO
+
+from rsup.launcher.log_targets import POLL_S, Target
 
 BUFFER_BYTES = 8 * 1024 * 1024
 WRITE_BYTES = 1024 * 1024
-
-
-class Target(Protocol):
-    """Something that takes bytes, in order. `name` is for people."""
-
-    name: str
-
-    def write(self, data: bytes) -> int:
-        """Write some of `data`, blocking as long as that takes; return how many bytes. Raises OSError."""
-        ...
-
-    def close(self) -> None:
-        """Release it. Does not raise."""
-        ...
-
-
-class FileTarget:
-    """A log file, made at its first byte."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-        self._fd = -1
-
-    def write(self, data: bytes) -> int:
-        """Append."""
-        if self._fd < 0:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        return os.write(self._fd, data)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class FdTarget:
-    """A console by its descriptor, which is not ours to make non-blocking: others write to the same terminal."""
-
-    def __init__(self, name: str, fd: int) -> None:
-        self.name = name
-        self._fd = os.dup(fd)  # a writer that was left stuck must not hit what gets the number next
-
-    def write(self, data: bytes) -> int:
-        """Write; waits where somebody else made the descriptor non-blocking."""
-        while True:
-            try:
-                return os.write(self._fd, data)
-            except BlockingIOError:
-                select.select([], [self._fd], [], 1.0)
-
-    def close(self) -> None:
-        """Close our copy."""
-        os.close(self._fd)
-
-
-class TextTarget:
-    """A replaced sys.stdout without a descriptor (`contextlib.redirect_stdout`)."""
-
-    def __init__(self, name: str, stream: TextIO) -> None:
-        self.name = name
-        self._stream = stream
-
-    def write(self, data: bytes) -> int:
-        """Write as text."""
-        try:
-            self._stream.write(data.decode(errors="replace"))
-            self._stream.flush()
-        except ValueError as error:  # closed
-            raise OSError(errno.EPIPE, str(error)) from None
-        return len(data)
-
-    def close(self) -> None:
-        """Nothing."""
+OWN_BYTES = 1024 * 1024
+"""Room beyond a full buffer for the lines that must not wait: our own."""
+LAST_MOMENT_S = 0.2
+LAST_WRITE_S = 1.0
 
 
 class Sink:
@@ -101,6 +27,8 @@ class Sink:
     def __init__(self, name: str, patience_s: float, say: Callable[[str], None], buffer_bytes: int = BUFFER_BYTES) -> None:
         self.name = name
         self.lost_bytes = 0
+        self.progress_s = time.monotonic()
+        """When a target last took something."""
         self._patience_s = patience_s
         self._say = say
         self._buffer_bytes = buffer_bytes
@@ -114,22 +42,31 @@ class Sink:
         self._thread = threading.Thread(target=self._run, name=f"log {name}", daemon=True)
         self._thread.start()
 
-    def put(self, target: Target, data: bytes) -> None:
-        """Queue `data`; waits at most `patience_s`, and not at all while the sink is known to be stuck."""
+    def put(self, target: Target, data: bytes, wait: bool = True) -> None:
+        """Queue `data`, after `make_room`; without `wait` at once, if need be beyond the buffer's end."""
+        if wait:
+            self.make_room(target, len(data))
         with self._changed:
-            if not self._has_room(len(data)) and not self._stalled:
-                self._stalled = not self._changed.wait_for(lambda: self._has_room(len(data)), self._patience_s)
-                said = self._stalled and not self._lost_while_stalled
-            else:
-                said = False
-            if self._stalled:
-                self.lost_bytes += len(data)
-                self._lost_while_stalled += len(data)
-            else:
+            fits = self._has_room(len(data) - OWN_BYTES) and not self._stalled and not self._abandoned
+            if fits:
                 self._queue.append((target, data))
                 self._queued_bytes += len(data)
                 self._changed.notify_all()
-        if said:
+            else:
+                self.lost_bytes += len(data)
+                self._lost_while_stalled += len(data)
+
+    def make_room(self, target: Target, size_bytes: int) -> None:
+        """Wait until so much fits: until nothing has been taken for `patience_s`, and not at all while the sink is known to
+        be stuck."""
+        since_s = time.monotonic()
+        with self._changed:
+            while not (self._stalled or self._abandoned or self._has_room(size_bytes)):
+                left_s = max(since_s, self.progress_s) + self._patience_s - time.monotonic()
+                self._stalled = left_s <= 0
+                self._changed.wait(max(0.0, left_s))
+            stalled = self._stalled
+        if stalled:
             self._say_once(target, f"{target.name} does not take any more output; what does not fit is dropped")
 
     def flush(self, deadline: float) -> bool:
@@ -138,17 +75,30 @@ class Sink:
             self._changed.wait_for(lambda: not self._queued_bytes or self._stalled, max(0.0, deadline - time.monotonic()))
             return not self._queued_bytes
 
-    def close(self, deadline: float) -> bool:
-        """Flush and end the thread; False if it is stuck in a write (a daemon thread, which goes with the process)."""
-        flushed = self.flush(deadline)
+    def abandon_if_full(self) -> None:
+        """Where somebody may wait for room, wait for nothing any more: what is queued, and what comes, is lost."""
         with self._changed:
+            self._abandoned = self._abandoned or self._queued_bytes > self._buffer_bytes // 2
+            self._changed.notify_all()
+
+    def close(self, patience_s: float, give_up: Callable[[], bool]) -> bool:
+        """Flush until nothing has been taken for `patience_s`, the reader has gone or `give_up` says so; end the thread. What
+        is left is lost. False if it is stuck in a write (a daemon thread, which goes with the process)."""
+        since_s = time.monotonic()
+        with self._changed:
+            while self._queued_bytes and not self._abandoned:
+                taken_s = self.progress_s if self._stalled else max(since_s, self.progress_s)
+                now_s = time.monotonic()
+                self._abandoned = now_s - taken_s > patience_s or (give_up() and now_s - since_s > LAST_MOMENT_S)
+                self._changed.wait(POLL_S)
             self._closing = True
-            if not flushed:
-                self._abandoned = True
-                self.lost_bytes += self._queued_bytes
+            if self._abandoned:
                 self._queue.clear()
             self._changed.notify_all()
-        self._thread.join(max(0.0, deadline - time.monotonic()) if flushed else 0.0)
+        self._thread.join(LAST_WRITE_S)
+        with self._changed:
+            self.lost_bytes += self._queued_bytes
+            self._queued_bytes = 0
         return not self._thread.is_alive()
 
     def release(self, target: Target) -> None:
@@ -171,7 +121,6 @@ class Sink:
                 self._write(target, data)
             else:
                 target.close()
-            self._written(target, len(data))
 
     def _take(self) -> tuple[Target, bytes]:
         """The next bytes for one target, small pieces joined."""
@@ -188,16 +137,20 @@ class Sink:
         view = memoryview(data)
         while view and not self._abandoned:
             try:
-                view = view[target.write(bytes(view[:WRITE_BYTES])) :]
+                size_bytes = target.write(view[:WRITE_BYTES])
             except OSError as error:
-                with self._changed:
-                    self.lost_bytes += len(view)
+                self._written(target, len(view), lost_bytes=len(view))
                 self._say_once(target, f"cannot write to {target.name}: {error.strerror}; output is lost, training goes on")
                 return
+            view = view[size_bytes:]
+            if size_bytes:
+                self._written(target, size_bytes)
 
-    def _written(self, target: Target, size_bytes: int) -> None:
+    def _written(self, target: Target, size_bytes: int, lost_bytes: int = 0) -> None:
         with self._changed:
+            self.progress_s = time.monotonic()
             self._queued_bytes -= size_bytes
+            self.lost_bytes += lost_bytes
             if self._stalled and self._queued_bytes <= self._buffer_bytes // 2:
                 gap = f"\n[rsup: {self._lost_while_stalled} bytes of output were lost here]\n".encode()
                 self._stalled, self._lost_while_stalled = False, 0
@@ -214,38 +167,56 @@ class Sink:
 class Console:
     """The console behind a sink: whole lines, and never one rank's text in the middle of another's line.
 
-    An unfinished line stays open for its owner alone. When somebody else writes, it is ended with `BROKEN_LINE`.
+    An unfinished line stays open for its owner alone. When somebody else writes, it is ended with `BROKEN_LINE`; but not a
+    progress bar (a line with carriage returns): another's bar is drawn over it, another's line begins below it.
     """
 
     BROKEN_LINE = b" [...]\n"
 
     def __init__(self, sink: Sink, target: Target) -> None:
-        self._sink = sink
+        self.sink = sink
         self._target = target
         self._lock = threading.Lock()
         self._open: object = None
+        self._open_is_bar = False
 
-    def put(self, owner: object, data: bytes, prefix: bytes = b"") -> None:
-        """Write `data`: lines, the last of which may be unfinished. Each line gets `prefix`."""
+    def put(self, owner: object, data: bytes, prefix: bytes = b"", wait: bool = True) -> None:
+        """Write `data`: lines, the last of which may be unfinished. Each line gets `prefix`. Without `wait`: whatever else
+        waits for room."""
+        if wait:
+            self.sink.make_room(self._target, len(data))
         with self._lock:
-            before = b"" if self._open in (None, owner) else self.BROKEN_LINE
             continues = self._open is owner
-            self._open = None if data.endswith(b"\n") else owner
+            text = data
             if prefix:
                 lines = data.splitlines(keepends=True) if b"\r" not in data else _split_newlines(data)
-                data = (b"" if continues else prefix) + prefix.join(lines)
-            self._sink.put(self._target, before + data)
+                text = (b"" if continues else prefix) + prefix.join(lines)
+            before = b"" if self._open is None or continues else self._before(data, text)
+            last_line = data[data.rfind(b"\n") + 1 :]
+            self._open_is_bar = b"\r" in last_line or (continues and self._open_is_bar and last_line == data)
+            self._open = owner if last_line else None
+            self.sink.put(self._target, before + text, wait=False)
+
+    def _before(self, data: bytes, text: bytes) -> bytes:
+        """What goes between somebody's unfinished line and another's text."""
+        if not self._open_is_bar:
+            return self.BROKEN_LINE
+        if data == b"\n":  # the end of a bar that was drawn over
+            return b""
+        if b"\r" in data and b"\n" not in data:
+            return b"" if text.startswith(b"\r") else b"\r"
+        return b"\n"
 
     def close(self) -> None:
         """Nothing more is written."""
-        self._sink.release(self._target)
+        self.sink.release(self._target)
 
     def finish(self, owner: object) -> None:
         """The owner writes no more: end its line, if one is open."""
         with self._lock:
             if self._open is owner:
                 self._open = None
-                self._sink.put(self._target, b"\n")
+                self.sink.put(self._target, b"\n", wait=False)
 
 
 def _split_newlines(data: bytes) -> list[bytes]:
@@ -253,27 +224,3 @@ def _split_newlines(data: bytes) -> list[bytes]:
     lines = [line + b"\n" for line in data.split(b"\n")]
     lines[-1] = lines[-1][:-1]
     return lines if lines[-1] else lines[:-1]
-
-
-def console_target(name: str, stream: TextIO | None) -> Target | None:
-    """The target of sys.stdout or what stands in its place; None where there is no console."""
-    if stream is None:
-        return None
-    try:
-        stream.flush()
-        return FdTarget(name, stream.fileno())
-    except (OSError, ValueError):
-        return None if stream.closed else TextTarget(name, stream)
-
-
-def same_file(a: TextIO | None, b: TextIO | None) -> bool:
-    """Whether two consoles are one (a terminal, `2>&1`)."""
-    if a is None or b is None:
-        return False
-    if a is b:
-        return True
-    try:
-        first, second = os.fstat(a.fileno()), os.fstat(b.fileno())
-    except (OSError, ValueError):
-        return False
-    return (first.st_dev, first.st_ino, first.st_rdev) == (second.st_dev, second.st_ino, second.st_rdev)

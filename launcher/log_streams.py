@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from rsup.launcher.log_options import StreamPlace
-from rsup.launcher.log_sinks import Console, FileTarget, Sink
+from rsup.launcher.log_sinks import Console, Sink
+from rsup.launcher.log_targets import FileTarget
 
 READ_BYTES = 256 * 1024
 MAX_READS = 64

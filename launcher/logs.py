@@ -1,8 +1,9 @@
 """Log pipes: one thread reads what the ranks print and hands it to files and console. Training never waits for a log.
 
 Owns the read ends of all rank pipes, the log files and the console. Each sink (stdout, stderr, the log files) has its own
-writer thread and a bounded buffer: a full disk, a closed or stopped console cost bytes, which are counted and said once,
-never time of a rank. Files get the bytes as printed; the console gets whole lines, of one rank at a time.
+writer thread and a bounded buffer. A console that is read slowly slows the ranks down once its buffer is full; a full disk, a
+closed console, or one that is not read at all for long, cost bytes, which are counted and said, and no training. Files get the
+bytes as printed; the console gets whole lines, of one rank at a time.
 
 What is shown and kept is torchrun's: `--redirects`, `--tee`, `--log-dir`, `--local-ranks-filter`, the duplicate filters,
 `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`, and the tree `<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/`, n counting
@@ -24,13 +25,15 @@ from pathlib import Path
 from typing import TextIO
 
 from rsup.launcher.log_options import STREAMS, LogDirError, LogOptions, LogTree, parse_streams
-from rsup.launcher.log_sinks import Console, Sink, console_target, same_file
+from rsup.launcher.log_sinks import Console, Sink
 from rsup.launcher.log_streams import PARTIAL_AFTER_S, RankStream
+from rsup.launcher.log_targets import POLL_S, console_target, same_file
 
 __all__ = ["LogDirError", "LogOptions", "LogPump", "RankPipes", "parse_streams"]
 
 PIPE_BYTES = 256 * 1024
-CONSOLE_PATIENCE_S = 0.2
+CONSOLE_PATIENCE_S = 30.0
+"""How long a console may take nothing before output is dropped: with a full buffer, and at the end of the job."""
 FILE_PATIENCE_S = 1.0
 LAST_FLUSH_S = 0.5
 READ_WITHIN_S = 0.5
@@ -144,7 +147,7 @@ class LogPump:
         """Print lines of our own to stderr, never in the middle of a rank's line."""
         console = self._consoles["stderr"]
         if console is not None and not self._closing:
-            console.put(self, text.rstrip("\n").encode(errors="replace") + b"\n")
+            console.put(self, self._encoded(text), wait=False)
 
     def take_notes(self) -> list[str]:
         """What there is to be said about the logs since the last call (a full disk, a closed console), one line each.
@@ -153,23 +156,66 @@ class LogPump:
             notes, self._notes = self._notes, []
         return notes
 
-    def close(self, success: bool = False, within_s: float = 2.0) -> None:
+    def close(
+        self, success: bool = False, patience_s: float = CONSOLE_PATIENCE_S, is_told: Callable[[], bool] = lambda: False
+    ) -> None:
         """Flush, end the threads, close everything; remove the directory if it is a temporary one of ours and `success`, or
-        nothing is in it. May be repeated. Waits at most `within_s` for stuck sinks."""
+        nothing is in it. May be repeated. Waits for sinks until they have taken nothing for `patience_s`, or `is_told` to
+        leave; what is lost by then is said on stderr."""
         if self._closing:
             return
-        deadline = time.monotonic() + within_s
-        self._order(lambda: self._end_all(list(self._streams)), within_s)
+        told: list[bool] = []
+
+        def give_up() -> bool:
+            if not told and is_told():
+                told.append(True)
+            return bool(told)
+
+        self._end_streams(patience_s, give_up)
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        for console in {id(c): c for c in self._consoles.values() if c is not None}.values():
-            console.close()
-        ended = all([sink.close(deadline) for sink in self._sinks]) and not self._thread.is_alive()
-        if ended:  # a thread stuck in a write may still want to wake the pump
+        self._thread.join(READ_WITHIN_S)
+        out, err = self._consoles["stdout"], self._consoles["stderr"]
+        if out is not None and out is not err:
+            out.close()
+        last = None if err is None else err.sink
+        ended = [sink.close(patience_s, give_up) for sink in self._sinks if sink is not last]
+        self._say_losses()
+        if err is not None:
+            err.close()
+            ended.append(err.sink.close(patience_s, give_up))
+        if all(ended) and not self._thread.is_alive():  # a thread stuck in a write may still want to wake the pump
             self._selector.close()
             os.close(self._wake_fd)
         self._tree.remove_temporary(only_empty=not success)
+
+    def _end_streams(self, patience_s: float, give_up: Callable[[], bool]) -> None:
+        """Take what is in the pipes. The pump may be waiting for a console that is full."""
+        since_s = time.monotonic()
+        done = self._order(lambda: self._end_all(list(self._streams)), 0.0)
+        while not done.wait(POLL_S):
+            taken_s = max(since_s, *(sink.progress_s for sink in self._sinks))
+            if give_up() or time.monotonic() - taken_s > patience_s:
+                for sink in self._sinks:
+                    sink.abandon_if_full()
+                done.wait(READ_WITHIN_S)
+                return
+
+    def _say_losses(self) -> None:
+        """The last words on stderr: notes that came too late for the pump, and what was lost."""
+        lost = [f"{s.lost_bytes} bytes of output to {s.name} were lost" for s in self._sinks if s.lost_bytes]
+        with self._changed:
+            self._notes += lost
+            texts, self._unprinted = self._unprinted + lost, []
+        console = self._consoles["stderr"]
+        for text in texts if console is not None else ():
+            assert console is not None
+            console.put(self, self._encoded(f"rsup: {text}"), wait=False)
+
+    def _encoded(self, text: str) -> bytes:
+        """A line for stderr; what its encoding cannot hold is escaped."""
+        encoding = getattr(self._outputs["stderr"], "encoding", None) or "utf-8"
+        return text.rstrip("\n").encode(encoding, "backslashreplace") + b"\n"
 
     # ---------------------------------------------------------------------------------------------- opening, any thread
 
@@ -229,8 +275,8 @@ class LogPump:
             self._unprinted.append(text)
         os.eventfd_write(self._wake_fd, 1)
 
-    def _order(self, order: Callable[[], object], within_s: float) -> None:
-        """Have the pump's thread do something, and wait for that at most `within_s`."""
+    def _order(self, order: Callable[[], object], within_s: float) -> threading.Event:
+        """Have the pump's thread do something, and wait for that at most `within_s`; return what is set once it is done."""
         done = threading.Event()
 
         def perform() -> None:
@@ -242,6 +288,7 @@ class LogPump:
         os.eventfd_write(self._wake_fd, 1)
         if within_s:
             done.wait(within_s)
+        return done
 
     # ------------------------------------------------------------------------------------------------- the pump's thread
 

@@ -5,7 +5,7 @@ import signal
 from msgspec.structs import replace
 
 from rsup.launcher import process_requests
-from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S
+from rsup.launcher.process_deadlines import HURRIED_LEAVE_S, LEAVE_S, say_waiting_later
 from rsup.launcher.process_ending import finish, reap, signal_ranks
 from rsup.launcher.process_events import (
     AllReaped,
@@ -38,6 +38,7 @@ def spawn(turn: Turn, command: wire.StartAttempt) -> None:
         requests=(),
         next_start=None,
         failed_at=None,
+        say_waiting_at=None,
     )
     turn.do(SpawnRanks(command, command.reason))
 
@@ -134,5 +135,7 @@ def reaped(turn: Turn, event: AllReaped) -> None:
         finish(turn, state.ending)
     elif state.next_start:
         spawn(turn, state.next_start)
-    elif state.signum:
+    elif not state.signum:
+        say_waiting_later(turn)
+    else:
         turn.set(leave_at=turn.now.mono_s + (HURRIED_LEAVE_S if state.stop and state.stop.killed_at else LEAVE_S))

@@ -114,8 +114,21 @@ def _say_what_is_waited_for(turn: Turn) -> None:
         turn.do(PrintReport(f"rsup: {what} nothing has been heard of the supervisor for {waited_s:.0f} s; {end}"))
     elif state.say_waiting_at is not None and now_s >= state.say_waiting_at:
         turn.set(say_waiting_at=None)
-        if state.phase is Phase.IDLE and not state.signum:
-            turn.do(PrintReport(f"rsup: {_forming_text(state)}"))
+        ended = state.phase is Phase.GONE and state.why_stopped
+        if (state.phase is Phase.IDLE or ended) and not state.signum:
+            turn.do(PrintReport(f"rsup: {_ended_text(state) if ended else ''}{_forming_text(state)}"))
+
+
+def say_waiting_later(turn: Turn) -> None:
+    """Say what is waited for if nothing has started some seconds from now."""
+    if turn.state.settings.max_nodes > 1:
+        turn.set(say_waiting_at=turn.now.mono_s + SAY_WAITING_AFTER_S)
+
+
+def _ended_text(state: AgentState) -> str:
+    beginning = f"attempt {state.attempt} has "
+    why = state.why_stopped.removeprefix(f"{beginning}failed: ")
+    return f"{beginning}ended: {why}; "
 
 
 def _forming_text(state: AgentState) -> str:

@@ -2,6 +2,8 @@
 
 import signal
 
+from msgspec.structs import replace
+
 from rsup.launcher.process_events import (
     Exit,
     ObserveSections,
@@ -17,6 +19,10 @@ from rsup.supervisor import wire
 HAS_PROCESSES = (Phase.RUNNING, Phase.STOPPING)
 REAP_GRACE_S = 0.5
 """What is left behind by ranks that ended by themselves or failed gets this long after SIGTERM."""
+SUCCEEDED_REAP_GRACE_S = 10.0
+"""The same after success, where no restart waits: an uploader may still be at work."""
+HURRIED_GRACE_S = 10.0
+"""A person who says SIGINT twice waits no longer than this."""
 
 
 def stop_ranks(turn: Turn, why: str, grace_s: float, signum: int = signal.SIGTERM, spare: tuple[int, ...] = ()) -> None:
@@ -48,6 +54,38 @@ def kill_ranks(turn: Turn, why: str) -> None:
         turn.do(ReapAll(turn.state.attempt, 0.0, why))
 
 
+def hurry_ranks(turn: Turn, signum: int, why: str) -> None:
+    """Told to stop again: pass the signal on again, and say when the ranks are killed. SIGINT makes that sooner."""
+    state, now_s = turn.state, turn.now.mono_s
+    turn.set(said_again=True)
+    stop = state.stop
+    if stop is None or stop.kill_at is None:
+        return
+    if signum == signal.SIGINT and stop.kill_at > now_s + HURRIED_GRACE_S:
+        stop = replace(stop, kill_at=now_s + HURRIED_GRACE_S)
+        turn.set(stop=stop)
+    kill_at = stop.kill_at or now_s
+    if state.reap_at is not None:
+        _reap_until(turn, min(kill_at, state.reap_at), why)
+        kill_at = min(kill_at, state.reap_at)
+    signal_ranks(turn, state.alive, signum, why)
+    left_s = max(0.0, kill_at - now_s)
+    turn.do(PrintReport(f"rsup: told to stop again; ranks are killed in {left_s:.0f} s, a third signal kills them now"))
+
+
+def shorten_reaping(turn: Turn, why: str) -> None:
+    """The attempt has failed elsewhere, so a restart waits for what our ranks left behind."""
+    reap_at = turn.state.reap_at
+    if reap_at is not None and not turn.state.signum:
+        _reap_until(turn, min(reap_at, turn.now.mono_s + REAP_GRACE_S), why)
+
+
+def _reap_until(turn: Turn, reap_at: float, why: str) -> None:
+    if turn.state.reap_at is not None and reap_at < turn.state.reap_at:
+        turn.set(reap_at=reap_at)
+        turn.do(ReapAll(turn.state.attempt, max(0.0, reap_at - turn.now.mono_s), why))
+
+
 def signal_ranks(turn: Turn, local_ranks: tuple[int, ...], signum: int, why: str, whole_session: bool = False) -> None:
     _mark(turn, local_ranks, why)
     ready = tuple(i for i in local_ranks if turn.state.ranks[i].pid)  # the others get it when they are spawned
@@ -62,13 +100,15 @@ def _mark(turn: Turn, local_ranks: tuple[int, ...], why: str) -> None:
 
 
 def reap(turn: Turn, why: str) -> None:
-    """No rank is left: end what they left behind. A user's stop leaves it what remains of the grace."""
-    stop = turn.state.stop
+    """No rank is left: end what they left behind. A user's stop leaves it what remains of the grace, a success some time."""
+    state, stop = turn.state, turn.state.stop
     grace_s = REAP_GRACE_S
     if stop and stop.killed_at is not None:
         grace_s = 0.0
     elif stop and stop.kill_at is not None and turn.state.signum:
         grace_s = max(0.0, stop.kill_at - turn.now.mono_s)
+    elif state.ranks and not state.why_stopped and all(rank.exit_code == 0 for rank in state.ranks):
+        grace_s = SUCCEEDED_REAP_GRACE_S
     turn.set(phase=Phase.STOPPING, reap_at=turn.now.mono_s + grace_s)
     turn.do(ObserveSections(turn.state.attempt))
     turn.do(ReapAll(turn.state.attempt, grace_s, why))

@@ -10,7 +10,8 @@ and in sequence; orders of an older epoch are dropped and counted. What the agen
 * A rank's failure alone never stops its siblings; the decider has `supervisor_grace_s` to say something, then the ranks are
   stopped and the agent asks to be requeued (88). With a fence timeout, an agent cut off that long kills its ranks.
 * What concerns a newer attempt under a newer epoch than that of the ranks here: they are killed first.
-* A second signal from the user shortens the wait to a kill.
+* A second signal from the user is passed on again (batch systems repeat SIGTERM); from a person at a keyboard, SIGINT, it
+  shortens the wait. A third one kills.
 * A tick that comes more than a second late means that this process did not run. The lost time is added to every deadline and
   handed to `board_watch` as a `Gap`, so that agent and ranks suspended together and continued are never taken for hung. Only
   the fence counts it: the supervisor's clock went on.
@@ -39,16 +40,18 @@ from rsup.launcher.process_attempt import (
 from rsup.launcher.process_deadlines import (
     HURRIED_LEAVE_S,
     LEAVE_S,
-    SAY_WAITING_AFTER_S,
     STUCK_AFTER_S,
     fence_when_due,
+    say_waiting_later,
     tick,
 )
 from rsup.launcher.process_ending import (
     HAS_PROCESSES,
     end_after_ranks,
     finish,
+    hurry_ranks,
     kill_ranks,
+    shorten_reaping,
     signal_ending,
     stop_ranks,
 )
@@ -113,8 +116,8 @@ def _welcomed(turn: Turn, event: Welcomed) -> None:
     welcome, store = event.welcome, event.welcome.supervisor.store
     if turn.state.store and store != turn.state.store:
         turn.set(last_command=0)  # a supervisor with another store counts from 1
-    if not turn.state.joined and turn.state.settings.max_nodes > 1:
-        turn.set(say_waiting_at=turn.now.mono_s + SAY_WAITING_AFTER_S)
+    if not turn.state.joined:
+        say_waiting_later(turn)
     turn.set(
         store=store or turn.state.store,
         joined=True,
@@ -183,7 +186,10 @@ def _stop_attempt(turn: Turn, command: wire.StopAttempt) -> None:
     state = turn.state
     if command.attempt == state.attempt:
         turn.set(why_stopped=command.reason)
+        if state.phase is Phase.GONE:
+            say_waiting_later(turn)
     if state.phase in HAS_PROCESSES and command.attempt == state.attempt:
+        shorten_reaping(turn, command.reason)
         stop_ranks(turn, command.reason, command.grace_s)
         return
     if state.next_start and command.attempt == state.next_start.attempt:
@@ -235,7 +241,10 @@ def _end_job(turn: Turn, command: wire.EndJob) -> None:
         report = failure_report(state.job_id, state.exits, reason=result.reason)  # it was here: we have the last log lines
     if report and result.exit_code == wire.EXIT_NO_REQUEUE and "identical failures" in result.reason:
         report += "\nrsup: exit 93, do not requeue as it is: equal failures end a job, --identical-failures N says how many"
-    end_after_ranks(turn, Ending(result, report), grace_s=0.0, why=command.reason)
+    if result.exit_code == 0 and state.phase is Phase.STOPPING and not state.alive:
+        turn.set(ending=Ending(result, report), next_start=None)  # after what its ranks left behind: that has some seconds
+    else:
+        end_after_ranks(turn, Ending(result, report), grace_s=0.0, why=command.reason)
 
 
 # ---------------------------------------------------------------------------------------------- what the shell noticed
@@ -283,8 +292,10 @@ def _signal_arrived(turn: Turn, event: SignalArrived) -> None:
         return
     if state.signum:
         turn.set(leave_at=turn.now.mono_s + HURRIED_LEAVE_S)
-        if state.phase in HAS_PROCESSES:
-            kill_ranks(turn, f"the launcher received {name} a second time")
+        if state.phase in HAS_PROCESSES and not state.said_again:
+            hurry_ranks(turn, event.signum, f"the launcher received {name} again")
+        elif state.phase in HAS_PROCESSES:
+            kill_ranks(turn, f"the launcher received {name} a third time")
         return
     turn.set(signum=event.signum, next_start=None)
     turn.fact(wire.SignalReceived(turn.now.wall_us, event.signum))

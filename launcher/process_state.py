@@ -128,6 +128,8 @@ class AgentState(Struct, frozen=True):
     """The decider has said how the job ended, or that it does not want us: it need not hear how we end."""
     signum: int = 0
     """The first signal that told us to stop."""
+    said_again: bool = False
+    """A second one came while there were ranks: the next kills them."""
     failed_at: float | None = None
     """When a rank failed by itself; a decision has been due since then."""
     leave_at: float | None = None

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import stat
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -12,12 +14,14 @@ from rsup.launcher.logs import LogPump, RankPipes
 from rsup.launcher.process_events import RankDied
 from rsup.launcher.processes import ProcessId, RankProcess, describe, marked_processes, reap_everything, spawn_rank
 from rsup.launcher.rank_environment import SessionPlaces, rank_environment
-from rsup.launcher.reaping import open_process, send_signal
+from rsup.launcher.reaping import open_process, read_stat, send_signal
 from rsup.launcher.stacks import process_state
 from rsup.supervisor import wire
 
 REAP_STEP_S = 0.2
 """One step of the reaping holds up the agent's loop at most this long."""
+SOON_S = 0.5
+"""What ends by itself mostly does within this; later there is no hurry to see it."""
 DRAIN_S = 1.0
 LAST_LINES_S = 0.05
 """How long the loop waits for the last lines of a rank that failed; a child of it may hold its pipes for ever."""
@@ -35,7 +39,10 @@ class RankGroup:
         self._logs = logs
         self._error_files: list[Path | None] = []
         self._reap_until_s: float | None = None
+        self._quick_until_s = 0.0
         self._told_to_end = False
+        self._is_patient = False
+        self._notes: list[str] = []
 
     @property
     def sessions(self) -> list[int]:
@@ -63,14 +70,17 @@ class RankGroup:
             rank_command(self._options),
             environment,
             local_rank=local_rank,
-            stdin=self._terminal(),
+            stdin=self._stdin(),
             stdout_fd=pipes.stdout_fd,
             stderr_fd=pipes.stderr_fd,
         )
 
-    def _terminal(self) -> int | None:
-        """Standard input for a rank: the terminal for the only rank of a job, else nothing."""
-        return 0 if self.start.world_size == 1 and os.isatty(0) else None
+    def _stdin(self) -> int | None:
+        """Standard input for a rank: the terminal for the only rank of a job, a pipe or file for the only one of this node,
+        else nothing."""
+        if os.isatty(0):
+            return 0 if self.start.world_size == 1 else None
+        return 0 if self.start.num_ranks == 1 and _is_pipe_or_file(0) else None
 
     def death_of(self, process: RankProcess, iteration: int, section: str) -> RankDied | None:
         """What there is to say about a rank that ended; None if it still runs."""
@@ -98,6 +108,11 @@ class RankGroup:
             wire.clip(tail, 16 * 1024),
         )
 
+    def error_file_of(self, rank: int) -> Path | None:
+        """Where that rank of the job leaves its error.json; None if it is not here."""
+        local_rank = rank - self.start.first_rank
+        return self._error_files[local_rank] if 0 <= local_rank < len(self._error_files) else None
+
     def signal(self, local_ranks: Collection[int], signum: int, *, whole_session: bool, if_caught: bool) -> None:
         """Signal those ranks; a stopped one is continued, so that it can die of it."""
         for process in self.processes:
@@ -113,12 +128,34 @@ class RankGroup:
     def begin_reaping(self, grace_s: float) -> None:
         """SIGTERM to what the ranks left behind, SIGKILL after `grace_s`. Said again, it only shortens the grace."""
         until_s = time.monotonic() + grace_s
+        if self._reap_until_s is None:
+            self._is_patient = grace_s > SOON_S and all(p.exit_status() == (0, 0) for p in self.processes)
+        self._quick_until_s = time.monotonic() + SOON_S
         self._reap_until_s = until_s if self._reap_until_s is None else min(self._reap_until_s, until_s)
 
     @property
     def is_reaping(self) -> bool:
         """Whether `reap` has work."""
         return self._reap_until_s is not None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `reap` should be called often: at first, and when the grace is nearly over. It looks through all of /proc."""
+        now_s = time.monotonic()
+        return self._reap_until_s is not None and (now_s < self._quick_until_s or now_s > self._reap_until_s)
+
+    def take_notes(self) -> list[str]:
+        """Lines for people about what was ended here, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _note_killed(self, left: Collection[ProcessId]) -> None:
+        """Ranks exited 0 and what they left behind did not go by itself."""
+        self._is_patient = False
+        sessions = self.sessions
+        for local_rank, count in sorted(Counter(_local_rank_of(found, sessions) for found in left).items(), key=str):
+            who = "a rank" if local_rank is None else f"rank {self.start.first_rank + local_rank}"
+            self._notes.append(f"ended {count} process{'es' if count > 1 else ''} that {who} left behind, with SIGKILL")
 
     def survivors(self, keep: Collection[int]) -> tuple[str, ...]:
         """What of the attempt lives, with pid, command and state."""
@@ -140,6 +177,8 @@ class RankGroup:
                     _end_politely(found)
             if left:
                 return False
+        if self._is_patient and (left := marked_processes(mark, self.sessions, keep=keep)):
+            self._note_killed(left)
         if reap_everything(mark, self.sessions, now_s + REAP_STEP_S, keep=keep):
             return False
         self._logs.drain(self.start.attempt, DRAIN_S)
@@ -147,6 +186,27 @@ class RankGroup:
             process.close()
         self._reap_until_s = None
         return True
+
+
+def _is_pipe_or_file(descriptor: int) -> bool:
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _local_rank_of(found: ProcessId, sessions: list[int]) -> int | None:
+    """The rank that left it behind, by its session, else by its environment."""
+    process = read_stat(found.pid)
+    if process is not None and process.session in sessions:
+        return sessions.index(process.session)
+    try:
+        words = Path(f"/proc/{found.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    local_rank = next((word[10:].decode("ascii", "replace") for word in words if word.startswith(b"RSUP_SLOT=")), "")
+    return int(local_rank) if local_rank.isdecimal() and int(local_rank) < len(sessions) else None
 
 
 def _end_politely(found: ProcessId) -> None:

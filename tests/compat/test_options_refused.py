@@ -106,6 +106,8 @@ REFUSED = [
     ("/nope.py", "script /nope.py not found"),
     ("json.tool", "; did you mean -m?"),
     ("dir", "script dir is a directory without __main__.py"),
+    ("--nproc-per-node 2 -", "script -: 2 ranks cannot share one standard input"),
+    ("--nproc-per-node 2 /dev/stdin", "script /dev/stdin: 2 ranks cannot share one standard input"),
     ("-m nope", "-m nope: no module of that name can be run"),
     ("-m pkg.nope", "-m pkg.nope: no module of that name can be run"),
     ("-m pkg", "-m pkg: no module of that name can be run"),

@@ -240,6 +240,25 @@ def test_success_ends_with_the_supervisors_word() -> None:
     assert agent.state.phase is Phase.ENDED
 
 
+def test_what_a_success_leaves_behind_has_time_though_the_job_is_over() -> None:
+    agent = Agent().run()
+    agent.die(0)
+    assert [reap.grace_s for reap in of(agent.die(1), ev.ReapAll)] == [10.0]
+    assert agent.order(wire.EndJob(0, "all ranks exited 0", RESULT)) == []
+    assert of(agent.feed(ev.AllReaped(1)), ev.Exit) == [ev.Exit(0, RESULT.reason)]
+
+
+def test_what_is_left_behind_does_not_hold_up_a_restart() -> None:
+    agent = Agent().run()
+    agent.die(0)
+    assert [reap.grace_s for reap in of(agent.die(1, 3), ev.ReapAll)] == [0.5]
+    agent = Agent(max_nodes=2).run()
+    agent.die(0)
+    agent.die(1)
+    actions = agent.order(wire.StopAttempt(0, "rank 3 exited with code 1", 1, 30.0))
+    assert [reap.grace_s for reap in of(actions, ev.ReapAll)] == [0.5]
+
+
 def test_a_failed_rank_leaves_its_siblings_to_the_decider() -> None:
     agent = Agent().run()
     actions = agent.feed(ev.RankDied(1, 1, 137, 9, iteration=7, section="step", error="Killed"))
@@ -331,6 +350,29 @@ def test_who_waits_for_other_nodes_says_so_once() -> None:
     assert not of(alone.tick(200), ev.PrintReport)
 
 
+def test_who_waits_for_other_nodes_after_an_attempt_says_why_it_ended() -> None:
+    agent = Agent(min_nodes=2, max_nodes=2).run()
+    agent.order(wire.StopAttempt(0, "attempt 1 has failed: the agent on n2 is gone", 1, 5.0))
+    agent.die(0, 143, 15)
+    agent.die(1, 143, 15)
+    agent.feed(ev.AllReaped(1))
+    agent.state = replace(agent.state, contact_at=1000.0)
+    (said,) = of(agent.tick(200), ev.PrintReport)
+    assert said.text == (
+        "rsup: attempt 1 has ended: the agent on n2 is gone; "
+        "waiting for other nodes: the job starts when all 2 are here; it waits up to 10 min for that (--join-timeout)"
+    )
+    agent = Agent(min_nodes=2, max_nodes=2).run()
+    agent.die(0)
+    agent.die(1)
+    agent.feed(ev.AllReaped(1))
+    agent.state = replace(agent.state, contact_at=1000.0)
+    assert not of(agent.tick(200), ev.PrintReport), "the other node still trains"
+    agent.order(wire.StopAttempt(0, "the agent on n2 is gone", 1, 5.0))
+    agent.state = replace(agent.state, contact_at=1000.0)
+    assert "the agent on n2 is gone; waiting" in of(agent.tick(210), ev.PrintReport)[0].text
+
+
 def test_a_spare_says_once_that_it_is_one() -> None:
     agent = Agent(max_nodes=2).join()
     (said,) = of(agent.order(wire.Park(0, "node a is a spare")), ev.PrintReport)
@@ -364,11 +406,35 @@ def test_the_end_after_identical_failures_names_the_option() -> None:
 # ------------------------------------------------------------------------------------------------ signals and requests
 
 
-def test_signal_is_passed_on_and_a_second_one_kills() -> None:
+@pytest.mark.parametrize(("signum", "left_s"), [(signal.SIGTERM, 25), (signal.SIGINT, 10)])
+def test_a_second_signal_is_passed_on_too_and_only_sigint_shortens_the_wait(signum: signal.Signals, left_s: int) -> None:
+    agent = Agent(stop_grace_s=30.0).run()
+    agent.feed(ev.SignalArrived(signum))
+    agent.tick(105)
+    actions = agent.feed(ev.SignalArrived(signum))
+    assert [(s.local_ranks, s.signum, s.whole_session) for s in of(actions, ev.SignalRanks)] == [((0, 1), signum, False)]
+    (said,) = of(actions, ev.PrintReport)
+    assert said.text == f"rsup: told to stop again; ranks are killed in {left_s} s, a third signal kills them now"
+    assert not facts(actions, wire.SignalReceived)
+    assert not killed(agent.tick(104.5 + left_s))
+    assert killed(agent.tick(105.5 + left_s))
+
+
+def test_a_second_signal_leaves_time_to_what_ranks_left_behind_and_a_third_does_not() -> None:
+    agent = Agent(stop_grace_s=30.0).run()
+    agent.feed(ev.SignalArrived(signal.SIGTERM))
+    agent.die(0)
+    assert [reap.grace_s for reap in of(agent.die(1), ev.ReapAll)] == [30.0]
+    assert not of(agent.feed(ev.SignalArrived(signal.SIGTERM)), ev.ReapAll)
+    assert [reap.grace_s for reap in of(agent.feed(ev.SignalArrived(signal.SIGTERM)), ev.ReapAll)] == [0.0]
+
+
+def test_signal_is_passed_on_and_a_third_one_kills() -> None:
     agent = Agent(stop_grace_s=30.0).run()
     actions = agent.feed(ev.SignalArrived(signal.SIGINT))
     assert facts(actions, wire.SignalReceived)[0].signal == signal.SIGINT
     assert of(actions, ev.SignalRanks)[0].signum == signal.SIGINT
+    agent.feed(ev.SignalArrived(signal.SIGINT))
     actions = agent.feed(ev.SignalArrived(signal.SIGINT))
     assert of(actions, ev.SignalRanks)[0].signum == signal.SIGKILL
     agent.die(0, 137, 9)
@@ -562,9 +628,9 @@ def test_descendants_that_cannot_be_ended_are_named_too() -> None:
     agent = Agent().run()
     agent.die(0)
     agent.die(1)
-    assert not of(agent.tick(130), ev.NameSurvivors)
-    assert of(agent.tick(132), ev.NameSurvivors)
-    assert of(agent.tick(192), ev.Exit)[0].code == 88
+    assert not of(agent.tick(139), ev.NameSurvivors)
+    assert of(agent.tick(141), ev.NameSurvivors)
+    assert of(agent.tick(201), ev.Exit)[0].code == 88
     assert not facts(agent.actions, wire.RanksGone)
 
 

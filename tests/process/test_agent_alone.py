@@ -168,6 +168,55 @@ def test_what_ranks_leave_behind_is_reaped_before_the_attempt_is_gone(launch: La
     assert launch.wait() == 5
 
 
+UPLOADS = """
+import os, signal, sys, time
+def finish(*_):
+    time.sleep(1.0)
+    open(os.environ["OUT"] + "/uploaded", "w")
+    sys.exit()
+signal.signal(signal.SIGTERM, finish)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_success_leaves_behind_may_finish(launch: Launch) -> None:
+    launch.go(
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {UPLOADS!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); os._exit(0)",
+        ranks=1,
+    )
+    launch.supervisor.start()
+    launch.supervisor.wait_for(wire.RankExited)
+    launch.supervisor.end(0, "all ranks exited 0")
+    assert launch.wait() == 0
+    assert (launch.folder / "uploaded").exists()
+    assert "left behind" not in launch.err
+
+
+def test_what_success_leaves_behind_and_had_to_be_killed_is_told(launch: Launch) -> None:
+    launch.go(
+        "import os, subprocess\n"
+        "child = subprocess.Popen(['sh', '-c', 'trap \"\" TERM; echo; exec sleep 419'], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); os._exit(0)",
+        ranks=1,
+    )
+    launch.supervisor.start()
+    launch.supervisor.wait_for(wire.RankExited)
+    launch.signal(signal.SIGTERM)
+    launch.supervisor.wait_for(wire.SignalReceived)
+    launch.signal(signal.SIGTERM)
+    launch.until(lambda: "told to stop again" in launch.err)
+    launch.signal(signal.SIGTERM)
+    launch.supervisor.wait_for(wire.RanksGone, within_s=5)
+    note = next(fact for fact in launch.supervisor.of(wire.Note) if "left behind" in fact.text)
+    assert note.text == "ended 1 process that rank 0 left behind, with SIGKILL"
+    assert f"rsup: {note.text}" in launch.err
+    launch.supervisor.end(0)
+    assert launch.wait() == 0
+
+
 def test_sigterm_is_passed_on_and_told(launch: Launch) -> None:
     launch.go(
         "import os, signal, sys, time\n"
@@ -186,7 +235,7 @@ def test_sigterm_is_passed_on_and_told(launch: Launch) -> None:
     assert launch.wait() == 143
 
 
-def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
+def test_a_third_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
     launch.go(
         "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "open(os.environ['OUT'] + '/ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)"
@@ -195,6 +244,8 @@ def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
     launch.until(lambda: len(list(launch.folder.glob("ready-*"))) == 2)
     launch.signal(signal.SIGINT)
     launch.supervisor.wait_for(wire.SignalReceived)
+    launch.signal(signal.SIGINT)
+    launch.until(lambda: "told to stop again; ranks are killed in 10 s" in launch.err)
     launch.signal(signal.SIGINT)
     launch.supervisor.wait_for(wire.RanksGone, within_s=5)
     assert {fact.signal for fact in launch.supervisor.of(wire.RankExited)} == {9}

@@ -127,6 +127,42 @@ def test_the_exit_code_is_the_first_failing_ranks(job: Job, ending: str, code: i
         assert result["rank"] == 1 and "rank 1" in job.err()
 
 
+def test_a_pipe_or_file_at_standard_input_reaches_the_only_rank(job: Job) -> None:
+    script = "import os, sys\nopen(os.environ['OUT'] + '/got-' + os.environ['RANK'], 'w').write(sys.stdin.read())"
+    path = job.folder / "script.py"
+    path.write_text(script)
+    for ranks, got in (("1", "some text"), ("2", "")):
+        subprocess.run(
+            [sys.executable, "-m", "rsup.launcher", "launch", "--nproc-per-node", ranks, str(path)],
+            env=job.environment("a"),
+            input=b"some text",
+            capture_output=True,
+            timeout=30,
+            check=True,
+        )
+        assert (job.folder / "got-0").read_text() == got
+
+
+def test_the_first_failing_ranks_error_file_is_left_where_the_launcher_was_told_to(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job.folder / "of-launcher" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert job.launch("pass").wait(30) == 0
+    assert not path.exists()
+    assert job.launch("raise SystemExit(3)").wait(30) == 3
+    message = json.loads(path.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("rank 0: exit code 3", 3)
+    recorded = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "...", "timestamp": "7"}}}
+    text = json.dumps(recorded)
+    script = f"import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r})\nraise SystemExit(4)"
+    assert job.launch(script).wait(30) == 4
+    assert json.loads(path.read_text()) == recorded
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(job.folder))
+    assert job.launch("raise SystemExit(3)").wait(30) == 3
+    assert f"rsup: cannot write TORCHELASTIC_ERROR_FILE {job.folder}: Is a directory" in job.err()
+
+
 def test_a_killed_rank_costs_one_restart(job: Job) -> None:
     process = job.launch(WAITS, "--nproc-per-node", "2", "--max-restarts", "3", "--job-id", "t1")
     os.kill(job.started(1)[1], signal.SIGKILL)

@@ -6,9 +6,12 @@ import os
 import pty
 import re
 import resource
+import select
 import subprocess
 import sys
+import threading
 import time
+import tty
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -215,11 +218,21 @@ def test_a_closed_console_is_said_once_and_stops_nothing(tmp_path: Path) -> None
         logs.close()
 
 
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsup.launcher.logs.CONSOLE_PATIENCE_S", 0.3)
+
+
+def lines(num_lines: int, first: int = 0) -> str:
+    return f"for i in range({first}, {first + num_lines}): print(f'{{i:099}}')"
+
+
+@pytest.mark.usefixtures("short_patience")
 def test_a_console_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with open(writer, "w") as stuck, open(tmp_path / "err", "w+") as err:
         logs = LogPump(LogOptions(str(tmp_path / "logs"), tee=1), 1, stdout=stuck, stderr=err)
-        rank = run_rank(logs, 0, "for i in range(200000): print('x' * 99)")
+        rank = run_rank(logs, 0, lines(200_000))
         assert rank.wait(30) == 0
         assert not logs.drain(1, 0.5)
         assert logs.run_dir is not None
@@ -227,9 +240,156 @@ def test_a_console_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
         assert logs.lost_bytes > 5_000_000
         assert len(logs.take_notes()) == 1
         started = time.monotonic()
-        logs.close(within_s=0.5)
+        logs.close(patience_s=0.5)
         assert time.monotonic() - started < 3
+        os.set_blocking(reader, False)
+        size_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(reader, 1 << 20):
+                size_bytes += len(data)
+        prefixes = 200_000 * len("[default0]:")
+        assert size_bytes + logs.lost_bytes == 20_000_000 + prefixes
+        assert f"rsup: {logs.lost_bytes} bytes of output to stdout were lost" in (tmp_path / "err").read_text().splitlines()
         os.close(reader)
+
+
+def test_a_full_buffer_slows_ranks_down_until_the_reader_comes(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as late, open(tmp_path / "err", "w+") as err:
+        logs = LogPump(LogOptions(str(tmp_path / "logs")), 2, stdout=late, stderr=err)
+        rank = run_rank(logs, 0, lines(120_000))
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(2)
+        started = time.monotonic()
+        logs.say("our own lines do not wait")
+        assert time.monotonic() - started < 1
+        wait_for(lambda: "do not wait" in (tmp_path / "err").read_text())
+        counter = subprocess.Popen(["wc", "-lc"], stdin=reader, stdout=subprocess.PIPE)
+        os.close(reader)
+        assert rank.wait(20) == 0
+        logs.close()
+        assert logs.lost_bytes == 0
+    assert counter.communicate(timeout=20)[0].split() == [b"120000", b"12000000"]
+
+
+def test_at_the_end_a_late_reader_gets_everything(tmp_path: Path) -> None:
+    script = f"import time; time.sleep(2.5)\n{SLOW_READER}"
+    reader = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert reader.stdin is not None
+    with open(os.dup(reader.stdin.fileno()), "w") as slow, open(tmp_path / "err", "w+") as err:
+        logs = LogPump(LogOptions(str(tmp_path / "logs")), 2, stdout=slow, stderr=err)
+        rank = run_rank(logs, 0, lines(10_000))
+        assert rank.wait(20) == 0 and not logs.drain(1, 0.1)
+        logs.close()
+        assert logs.lost_bytes == 0 and logs.take_notes() == []
+    assert reader.communicate(timeout=20)[0].strip() == b"1000000"
+
+
+@pytest.mark.parametrize("why", ["the reader goes", "told to stop"])
+def test_the_end_is_not_waited_for_without_reason(tmp_path: Path, why: str) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as stuck, open(tmp_path / "err", "w+") as err:
+        logs = LogPump(LogOptions(str(tmp_path / "logs")), 2, stdout=stuck, stderr=err)
+        assert run_rank(logs, 0, lines(10_000)).wait(20) == 0
+        assert not logs.drain(1, 0.1)
+        started = time.monotonic()
+        if why == "the reader goes":
+            threading.Timer(0.3, os.close, (reader,)).start()
+            logs.close()
+        else:
+            logs.close(is_told=lambda: True)
+            os.close(reader)
+        assert time.monotonic() - started < 5
+        said = (tmp_path / "err").read_text()
+        assert logs.lost_bytes > 500_000
+        assert f"rsup: {logs.lost_bytes} bytes of output to stdout were lost\n" in said
+        assert ("Broken pipe" in said) is (why == "the reader goes")
+
+
+def test_told_to_stop_while_a_full_console_slows_the_ranks_down(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as stuck, open(tmp_path / "err", "w+") as err:
+        logs = LogPump(LogOptions(str(tmp_path / "logs"), tee=1), 2, stdout=stuck, stderr=err)
+        rank = run_rank(logs, 0, lines(100_000))
+        wait_for(lambda: sum(path.stat().st_size for path in tmp_path.rglob("stdout.log")) > 7_000_000)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.5)
+        rank.kill()
+        rank.wait(5)
+        started = time.monotonic()
+        logs.close(is_told=lambda: True)
+        assert time.monotonic() - started < 5
+        os.close(reader)
+    assert f"rsup: {logs.lost_bytes} bytes of output to stdout were lost\n" in (tmp_path / "err").read_text()
+    assert logs.lost_bytes > 5_000_000
+
+
+def test_a_stopped_terminal_loses_nothing(tmp_path: Path) -> None:
+    terminal, side = pty.openpty()
+    tty.setraw(side)
+    with open(side, "w") as screen:
+        logs = LogPump(LogOptions(str(tmp_path / "logs")), 2, stdout=screen, stderr=screen)
+        assert run_rank(logs, 0, lines(2000)).wait(20) == 0
+        assert not logs.drain(1, 0.1)
+        closing = threading.Thread(target=logs.close)
+        closing.start()
+        text = read_terminal(terminal, lambda text: text.count("\n") == 2000)
+        closing.join(10)
+        assert not closing.is_alive() and logs.lost_bytes == 0
+        assert text.splitlines() == [f"{i:099}" for i in range(2000)]
+    os.close(terminal)
+
+
+def read_terminal(fd: int, until: Callable[[str], bool]) -> str:
+    data, give_up = b"", time.monotonic() + 20
+    while not until(data.decode(errors="replace")):
+        assert select.select([fd], [], [], max(0.0, give_up - time.monotonic()))[0], data[-2000:]
+        data += os.read(fd, 65536)
+    return data.decode()
+
+
+def test_progress_bars_of_two_ranks_share_a_line_of_the_terminal(tmp_path: Path) -> None:
+    terminal, side = pty.openpty()
+    tty.setraw(side)
+    with open(side, "w") as screen:
+        logs = LogPump(LogOptions(str(tmp_path / "logs"), redirects=2, tee=2), 2, stdout=screen, stderr=screen)
+        first, second = logs.open_rank(1, 0, 0), logs.open_rank(1, 1, 1)
+        seen = ""
+        for i in range(3):
+            for pipes, name in ((first, "a"), (second, "b")):
+                os.write(pipes.stderr_fd, f"\r{name} {i}%".encode())
+                seen += read_terminal(terminal, lambda text, end=f"{name} {i}%": text.endswith(end))  # type: ignore[misc]
+        assert "\n" not in seen and "[...]" not in seen and seen.count("\r") >= 6
+        os.write(first.stdout_fd, b"epoch 1\n")
+        assert read_terminal(terminal, lambda text: text.endswith("1\n")) == "\nepoch 1\n"
+        first.close_writer_ends()
+        second.close_writer_ends()
+        assert logs.drain(1, 5)
+        assert logs.run_dir is not None
+        assert (logs.run_dir / "attempt_0/1/stderr.log").read_bytes() == b"\rb 0%\rb 1%\rb 2%"
+        logs.close()
+    os.close(terminal)
+
+
+def test_a_bar_of_one_rank_stays_on_its_line(tmp_path: Path, consoles: Consoles) -> None:
+    with pump(LogOptions(str(tmp_path / "logs")), consoles) as logs:
+        pipes = logs.open_rank(1, 0, 0)
+        for text in ("10%\r", "20%\r", "30%\r"):  # the other way to draw one
+            os.write(pipes.stdout_fd, text.encode())
+            wait_for(lambda text=text: text.encode() in Path(consoles.out.name).read_bytes())  # type: ignore[misc]
+        os.write(pipes.stdout_fd, b"done\n")
+        pipes.close_writer_ends()
+        assert logs.drain(1, 5)
+        assert Path(consoles.out.name).read_bytes() == b"10%\r20%\r30%\rdone\n"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é日"), ("latin-1", "é\\u65e5"), ("ascii", "\\xe9\\u65e5")])
+def test_our_lines_are_escaped_only_where_the_console_cannot_hold_them(tmp_path: Path, encoding: str, shown: str) -> None:
+    with open(tmp_path / "err", "w", encoding=encoding) as err:
+        logs = LogPump(LogOptions("/dev/null"), 1, stdout=err, stderr=err)
+        logs.say("é日")
+        logs.close()
+    assert (tmp_path / "err").read_text(encoding=encoding) == shown + "\n"
 
 
 SLOW_READER = """
