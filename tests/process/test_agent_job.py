@@ -366,6 +366,7 @@ if first and NEEDS_STORE:
     dist.new_group([0, 1], timeout=__import__("datetime").timedelta(seconds=10))
 dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # torch 2.13, having lost its store, sometimes aborts in its own clean-up at the interpreter's end
 """
 
 
@@ -380,4 +381,4 @@ def test_training_outlives_its_keeper(job: Job, needs_store: bool) -> None:
     job.until(lambda: "the TCPStore of attempt 1 is lost with it" in job.err())
     job.end()
     assert process.wait(60) == 0
-    assert job.result("t1")["attempts"] == (2 if needs_store else 1)
+    assert job.result("t1")["attempts"] == (2 if needs_store else 1), job.err()
