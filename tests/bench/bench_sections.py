@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rsup.supervisor.heartbeat_board import Board
-from tests.bench.table import Row, Workplace, peer
+from tests.bench.table import RSUP, Row, Workplace, peer
 
 PAIRS = 20_000
 
@@ -54,16 +54,24 @@ def main() -> list[Row]:
             if in_board:
                 board.close()
                 board.unlink()
+    return rows + nvrx_rows()
+
+
+def nvrx_rows() -> list[Row]:
+    """NVRx's own client, unmodified, under its launcher and under ours: one after the other, the same command line."""
     ft_launcher = peer("ft_launcher")
-    if ft_launcher:
+    if not ft_launcher:
+        return []
+    rows = []
+    for who, launcher, goal in (("ft_launcher", [ft_launcher], ""), ("rsup", [*RSUP, "launch"], "<= ft_launcher's")):
         with Workplace() as place:
             place.run(
                 [
-                    *(ft_launcher, "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+                    *(*launcher, "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
                     *("--ft-rank-section-timeouts", "step:60", place.script("nvrx.py", NVRX)),
                 ]
             )
-            rows.append(Row("section pair", "NVRx 0.4.1 under ft_launcher", read_samples(place.folder), "us"))
+            rows.append(Row("section pair", f"NVRx's client under {who}", read_samples(place.folder), "us", goal))
     return rows
 
 

@@ -1,5 +1,6 @@
 """The one table format of the benchmarks, and small tools they share."""
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -74,6 +75,28 @@ class Workplace:
         path = self.folder / name
         path.write_text(text)
         return str(path)
+
+    def start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a command in a session of its own, output into `last.log`. The caller ends it with `kill`."""
+        with (self.folder / "last.log").open("wb") as log:
+            return subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """Kill what still runs of a command, and the ranks that it left behind: they have our OUT in their environment."""
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        mark = f"OUT={self.folder}".encode()
+        for listing in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in listing.read_bytes().split(b"\0"):
+                    os.kill(int(listing.parent.name), 9)
 
     def run(self, command: Sequence[str], timeout_s: float = 120, **environment: str) -> tuple[int, float]:
         """Run a command, output into `last.log`; return exit code and wall seconds. On a time-out its session is killed."""

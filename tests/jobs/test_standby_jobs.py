@@ -1,0 +1,89 @@
+"""Warm standbys in whole jobs: a restart that imports nothing again, scripts that must start cold, and memory that is short."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import Place, wait_until
+
+TRAIN = """
+import os, sys, time
+import torch
+import rsup.worker
+
+attempt, rank = os.environ["RSUP_ATTEMPT"], os.environ["RANK"]
+started = "torch._dynamo" in sys.modules
+print(f"attempt {attempt} rank {rank} warm {started}", flush=True)
+for iteration in range(1, 100000 if attempt == "1" else 3):
+    rsup.worker.set_iteration(iteration)
+    with open(f"{os.environ['OUT']}/pid-{attempt}-{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(0.02)
+"""
+
+
+def events(place: Place, job: str) -> str:
+    return place.rsup("events", job) if place.status(job) else ""
+
+
+def kill_when_ready(place: Place, job: str) -> None:
+    wait_until(lambda: "2 warm standbys are ready" in events(place, job), "standbys", 60)
+    os.kill(int((place.folder / "pid-1-1").read_text()), signal.SIGKILL)
+
+
+def test_a_restart_imports_nothing_again(place: Place) -> None:
+    job = place.launch("--job-id", "w1", "--nproc-per-node", "2", "--max-restarts", "2", place.script(TRAIN))
+    kill_when_ready(place, "w1")
+    job.ends(0)
+    assert "attempt 1 rank 0 warm False" in job.stdout
+    assert {f"attempt 2 rank {rank} warm True" for rank in (0, 1)} <= set(job.stdout.splitlines())
+    assert "2 of 2 ranks started warm" in events(place, "w1")
+
+
+def test_no_standby(place: Place) -> None:
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--no-standby")
+    job = place.launch("--job-id", "w2", *options, place.script(TRAIN))
+    wait_until(lambda: (place.folder / "pid-1-1").exists(), "the first iteration", 60)
+    os.kill(int((place.folder / "pid-1-1").read_text()), signal.SIGKILL)
+    job.ends(0)
+    assert "attempt 2 rank 1 warm False" in job.stdout
+    assert "warm" not in events(place, "w2")
+
+
+def test_standbys_end_with_their_agent(place: Place) -> None:
+    job = place.launch("--job-id", "w3", "--nproc-per-node", "2", "--max-restarts", "1", place.script(TRAIN))
+    wait_until(lambda: "2 warm standbys are ready" in events(place, "w3"), "standbys", 60)
+    assert "  2 warm standbys ready, " in place.rsup("status", "w3")
+    [on_node] = place.status("w3")["standbys"]
+    assert on_node["ready"] == 2 and on_node["size_bytes"] > 100 << 20
+    standbys = standbys_of(job.pid)
+    assert len(standbys) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in standbys), "no standby left")
+
+
+def standbys_of(agent: int) -> list[int]:
+    """Children of the agent that run the standby's program."""
+    found = []
+    for listing in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            parent = int((listing.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == agent and b"standby_process.py" in listing.read_bytes():
+                found.append(int(listing.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("line", ["os.environ['OMP_NUM_THREADS'] = '2'"])
+def test_a_script_that_prepares_the_import_starts_cold_and_says_why(place: Place, line: str) -> None:
+    text = TRAIN.replace("import torch\n", f"{line}\nimport torch\n", 1)
+    job = place.launch("--job-id", "w4", "--nproc-per-node", "2", "--max-restarts", "2", place.script(text))
+    kill_when_ready(place, "w4")
+    job.ends(0)
+    assert "attempt 2 rank 0 warm False" in job.stdout
+    story = events(place, "w4")
+    assert "started cold after all: the script changes OMP_NUM_THREADS before it imports torch" in story
+    assert "no more warm standbys for this job" in story
