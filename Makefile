@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench docs dist clean help
+.PHONY: demo test check bench comparison docs dist clean help
 
 help:
 	@echo "make demo   a training that loses a rank and hangs, and finishes all the same (under 3 minutes)"
 	@echo "make test   all tests"
 	@echo "make check  formatting, lint, types"
 	@echo "make bench  benchmarks with their peers (minutes)"
+	@echo "make comparison   public complaints about launchers, each run with torchrun and rsup (minutes)"
 	@echo "make docs   the pages made from the code"
 	@echo "make dist   wheel and sdist"
 
@@ -35,6 +36,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench
+
+comparison: $(INSTALLED)
+	$(BIN)/python -m tests.compat.comparison
 
 docs: $(INSTALLED)
 	$(BIN)/python -m rsup.launcher.options_page > docs/options.md

@@ -15,19 +15,33 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
+
 from rsup.launcher import process_events as ev
 from rsup.launcher.agent_keeper import AgentKeeper
 from rsup.launcher.agent_parts import open_parts, where_to_look
 from rsup.launcher.error_file import write_error_file
-from rsup.launcher.failure_report import exit_text, first_failure
+from rsup.launcher.event_log import JobReporter
+from rsup.launcher.failure_report import exit_text, first_failure, signal_name
+from rsup.launcher.file_timers import kill_in_sessions, open_timers
+from rsup.launcher.iteration_file import IterationFile
 from rsup.launcher.keeper_process import DELIVER_WITHIN_S
 from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.nvrx_service import NvrxService
+from rsup.launcher.memory_kills import MemoryKills
+from rsup.launcher.orphans import OrphanWatch
 from rsup.launcher.process_ending import HAS_PROCESSES
 from rsup.launcher.process_machine import decide, new_state
+from rsup.launcher.process_state import Phase
 from rsup.launcher.rank_environment import SessionPlaces, threads_notice
 from rsup.launcher.rank_group import RankGroup
-from rsup.launcher.result_file import write_results
+from rsup.launcher.rank_seats import RankSeats, choose_seats
+from rsup.launcher.result_file import failures_of, write_results
+from rsup.launcher.signal_forwarding import pass_on, told_text
 from rsup.launcher.stacks import take_stacks
+from rsup.launcher.standby import StandbyPool
+from rsup.launcher.stop_signals import RESIZED
+from rsup.launcher.suspension import SUSPENDS, suspend
 from rsup.supervisor import wire
 from rsup.supervisor.wire import RsupError
 
@@ -37,6 +51,7 @@ REPORT_EVERY_S = 1.0
 SECTIONS_EVERY_S = 10.0
 FAREWELL_S = 0.5
 MAX_LOOP_FAULTS = 10
+ITERATION_FILE_WITHIN_S = 0.2
 
 
 def run(options: LaunchOptions) -> int:
@@ -61,6 +76,7 @@ class Agent:
         self._has_new_facts = False
         self._said_where = False
         self._said_notice = ""
+        self._said_passed_on: set[str] = set()
         self._stacks: queue.SimpleQueue[ev.StacksReady] = queue.SimpleQueue()
         self._next_report_s = self._next_sections_s = 0.0
         self._num_faults = 0
@@ -74,8 +90,25 @@ class Agent:
         self._decider, self._client, self._spool = parts.decider, parts.client, parts.spool
         self._logs, self._board, self._link, self._signals = parts.logs, parts.board, parts.link, parts.signals
         self._state = new_state(parts.settings, self._now())
+        self._reporter = JobReporter(options)
+        stack.callback(self._reporter.close)
+        self._timers = open_timers(os.environ, self._places.stacks_dir)
+        if self._timers:
+            stack.callback(self._timers.close)
         self._keeper = self._start_keeper()
+        self._orphans = OrphanWatch(self._agent_id)
+        self._memory_kills = MemoryKills()
         stack.callback(self._let_keeper_go)
+        self._standbys = StandbyPool(options, self._places.stacks_dir)
+        stack.callback(self._standbys.close)
+        self._nvrx = NvrxService(
+            self._places.nvrx_dir, options.nproc_per_node, self._board.path, self._selector, self._hear_keeper
+        )
+        stack.callback(self._nvrx.close)
+        iteration_file = options.checkpoint_iteration_file
+        self._iteration_file = IterationFile(iteration_file) if iteration_file else None
+        if self._iteration_file:
+            stack.callback(self._iteration_file.close)
         stack.callback(self._end_ranks)
 
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -114,6 +147,7 @@ class Agent:
             wait_s = min(wait_s, REAP_POLL_S)
         for key, _ in self._selector.select(max(0.0, wait_s)):
             key.data()
+        self._hear_nvrx()
         now_s = time.monotonic()
         if now_s >= next_tick_s:
             next_tick_s = now_s + TICK_S
@@ -144,11 +178,19 @@ class Agent:
         self._keeper.flush()
         self._hear_supervisor()
         self._link.flush()
+        self._nvrx.look_after()
         self._look_at_board(now_s)
+        self._look_at_timers()
+        self._look_after_standbys(now_s)
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + REPORT_EVERY_S
+            self._look_at_iteration_file()
             self._events.extend(ev.Noticed("warning", note) for note in self._logs.take_notes())
+            standbys = self._standbys
+            for level, note in standbys.take_notes():
+                self._events.append(ev.Noticed(level, note, None, standbys.num_ready, standbys.size_bytes))
             self._report(self._board.beats())
+            self._orphans.look(now_s, self._group.sessions if self._group else (), self._helpers)
 
     def _look_at_board(self, now_s: float) -> None:
         group, state = self._group, self._state
@@ -160,6 +202,39 @@ class Agent:
         if now_s >= self._next_sections_s:
             self._next_sections_s = now_s + SECTIONS_EVERY_S
             self._read_sections(closing=False)
+
+    def _look_after_standbys(self, now_s: float) -> None:
+        group, state = self._group, self._state
+        if group is None or not self._standbys.is_due(now_s):
+            return
+        iterations = [beat.iteration for beat in self._board.beats() if beat.iteration]
+        slots = range(group.start.num_ranks)
+        self._standbys.tick(
+            now_s,
+            [state.ranks[i].pid for i in state.alive],
+            {i: group.seat_of(os.environ, i) for i in slots},
+            can_restart=self._can_restart(),
+            is_running=state.phase is Phase.RUNNING and len(state.alive) == group.start.num_ranks,
+            has_stepped=bool(iterations) and min(iterations) > 1,
+        )
+
+    def _can_restart(self) -> bool:
+        start, options = self._state.start, self._options
+        if start is None or self._state.signum or self._state.ending:
+            return False
+        return start.attempt <= start.max_restarts or (options.restart == "auto" and not start.max_restarts)
+
+    def _look_at_timers(self) -> None:
+        group = self._group
+        for expired in self._timers.expired(time.time()) if self._timers and group else ():
+            assert group is not None
+            session = kill_in_sessions(expired, group.sessions)
+            if session is not None:
+                rank = group.start.first_rank + group.sessions.index(session)
+                what = exit_text(0, expired.signum)
+                text = f"rank {rank}: its timer {expired.scope!r} is over; sent {what} to process {expired.pid}"
+                self._say(f"rsup: {text}")
+                self._events.append(ev.Noticed("error", text, rank))
 
     def _read_sections(self, *, closing: bool) -> None:
         fact = self._board.sections(self._state.attempt, wire.now_us(), closing)
@@ -180,6 +255,8 @@ class Agent:
     def _hear_supervisor(self) -> None:
         for message in self._client.poll():
             if isinstance(message, wire.Order):
+                for notice in message.notices:
+                    self._say(f"rsup: {notice}")
                 self._events.append(ev.OrderArrived(message))
             elif isinstance(message, wire.Refusal):
                 self._events.append(ev.Refused(message))
@@ -189,7 +266,13 @@ class Agent:
                 self._say_where(message)
 
     def _hear_signals(self) -> None:
-        self._events.extend(ev.SignalArrived(signum, stops) for signum, stops in self._signals.read())
+        for signum, stops in self._signals.read():
+            if signum == SUSPENDS and not stops:
+                suspend(self._group.processes if self._group else ())
+            elif signum != RESIZED:
+                self._events.append(ev.SignalArrived(signum, stops))
+            elif self._logs.resize() and self._group:
+                self._group.tell_resized()
 
     def _hear_ranks(self) -> None:
         start = self._state.start
@@ -202,16 +285,23 @@ class Agent:
             if 0 <= local_rank < start.num_ranks:
                 self._events.append(ev.RankMessage(hello.attempt, local_rank, message))
 
+    def _hear_nvrx(self) -> None:
+        self._events.extend(
+            ev.RankMessage(said.attempt, said.local_rank, said.message) for said in self._nvrx.take_messages()
+        )
+
     def _hear_death(self, group: RankGroup, local_rank: int) -> None:
         process = group.processes[local_rank]
         if process.exit_status() is None:
             return
         self._selector.unregister(process)
         self._hear_ranks()  # what it said before it died
+        self._hear_nvrx()
         iteration, section = self._board.last_words(group, local_rank)
         death = group.death_of(process, iteration, section)
         assert death is not None
-        self._events.append(death)
+        killer = self._memory_kills.killer_of(death.signal)
+        self._events.append(msgspec.structs.replace(death, killer=killer))
 
     def _hear_threads(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -224,7 +314,10 @@ class Agent:
 
     def _start_keeper(self) -> AgentKeeper:
         places = self._places
-        files = (self._board.path, places.rank_socket, places.stacks_dir, self._logs.temporary_dir, places.logs)
+        files = (
+            *(self._board.path, places.rank_socket, places.stacks_dir, places.nvrx_dir),
+            *(self._logs.temporary_dir, places.logs),
+        )
         remove = [path for path in files if path]
         return AgentKeeper(self._agent_id, places, remove, self._selector, self._hear_keeper)
 
@@ -246,6 +339,7 @@ class Agent:
 
     def _add_fact(self, action: ev.AddFact) -> None:
         self._spool.append(action.fact)
+        self._reporter.saw(action.fact, self._state)
         self._has_new_facts = True
 
     def _bind_store(self, action: ev.BindStore) -> None:
@@ -264,9 +358,17 @@ class Agent:
             str(self._places.rank_socket),
             str(self._places.stacks_dir),
             self._keeper.hosts_stores,
+            str(self._nvrx.folder) if self._nvrx.is_served else "",
+            str(self._timers.path) if self._timers else "",
         )
-        self._group = group = RankGroup(start, self._options, where, self._logs)
+        seats = choose_seats(
+            start, self._options.numa_binding, self._parts.inventory, virtual_local_rank=self._options.virtual_local_rank
+        )
+        self._tell_seats(seats)
+        self._group = group = RankGroup(start, self._options, where, self._logs, self._standbys, seats)
         self._board.begin(start.attempt)
+        self._memory_kills.reset()
+        self._nvrx.begin(start.attempt, start.first_rank, start.limits)
         if start.attempt == 1 and (notice := threads_notice(os.environ, start.num_ranks)):
             self._say(notice)
         try:
@@ -278,23 +380,43 @@ class Agent:
             self._watch(process, lambda group=group, local_rank=local_rank: self._hear_death(group, local_rank))  # type: ignore[misc]
         self._keeper.set_sessions(group.sessions)
         self._next_sections_s = time.monotonic() + SECTIONS_EVERY_S
-        self._events.append(ev.RanksSpawned(start.attempt, pids))
+        self._events.append(ev.RanksSpawned(start.attempt, pids, tuple(seats.device_names), tuple(seats.cpu_texts)))
+
+    def _tell_seats(self, seats: RankSeats) -> None:
+        for text in (*seats.warnings, *seats.lines):
+            self._say(f"rsup: {text}")
+        self._events.extend(ev.Noticed("warning", text) for text in (*seats.warnings, *seats.lines))
+        self._events.extend(ev.Noticed("info", text) for text in seats.notes)
 
     def _signal_ranks(self, action: ev.SignalRanks) -> None:
-        if self._group:
-            self._group.signal(
-                action.local_ranks, action.signum, whole_session=action.whole_session, if_caught=action.if_caught
-            )
+        if self._group and action.if_caught:
+            self._pass_on(self._group, action)
+        elif self._group:
+            self._group.signal(action.local_ranks, action.signum, whole_session=action.whole_session)
+
+    def _pass_on(self, group: RankGroup, action: ev.SignalRanks) -> None:
+        leaders = {group.processes[i].pid: group.start.first_rank + i for i in action.local_ranks}
+        told = [leaders[leader] for leader in pass_on(list(leaders), action.signum)]
+        text = told_text(signal_name(action.signum), told, len(leaders))
+        if text not in self._said_passed_on:
+            self._said_passed_on.add(text)
+            self._say(f"rsup: {text}")
+        self._events.append(ev.Noticed("info", text))
 
     def _reap_all(self, action: ev.ReapAll) -> None:
         if self._group:
             self._group.begin_reaping(action.grace_s)
 
+    @property
+    def _helpers(self) -> tuple[int, ...]:
+        """Processes that carry our mark, or come to us, and are no rank's."""
+        return (self._keeper.pid, *self._standbys.pids, *self._nvrx.pids)
+
     def _go_on_reaping(self) -> None:
         group = self._group
         if group is None or not group.is_reaping:
             return
-        is_done = group.reap((self._keeper.pid,))
+        is_done = group.reap(self._helpers)
         for note in group.take_notes():
             self._say(f"rsup: {note}")
             self._events.append(ev.Noticed("warning", note))
@@ -304,9 +426,19 @@ class Agent:
 
     def _name_survivors(self, action: ev.NameSurvivors) -> None:
         if self._group:
-            self._events.append(ev.SurvivorsNamed(action.attempt, self._group.survivors((self._keeper.pid,))))
+            self._events.append(ev.SurvivorsNamed(action.attempt, self._group.survivors(self._helpers)))
+
+    def _look_at_iteration_file(self, within_s: float = 0.0) -> None:
+        state, file = self._state, self._iteration_file
+        if file is None or state.start is None or state.start.group_rank != 0 or state.phase not in HAS_PROCESSES:
+            return
+        iteration = file.newer(within_s)
+        if iteration is not None:
+            message = wire.RankCheckpoint(iteration, str(file.path))
+            self._events.append(ev.RankMessage(state.attempt, 0, message))
 
     def _observe_sections(self, action: ev.ObserveSections) -> None:
+        self._look_at_iteration_file(ITERATION_FILE_WITHIN_S)
         self._read_sections(closing=True)
 
     def _collect_stacks(self, action: ev.CollectStacks) -> None:
@@ -332,13 +464,15 @@ class Agent:
 
     def _push_limits(self, action: ev.PushLimits) -> None:
         self._link.broadcast(self._state.attempt, wire.LimitsNow(action.limits))
+        self._nvrx.use_limits(action.limits)
 
     def _write_result(self, action: ev.WriteResult) -> None:
         state, options = self._state, self._options
         first = state.start is None or state.start.group_rank == 0
-        for problem in write_results(
-            action.result, state.job_id, state.run, options.state_dir, options.result_file, is_first_node=first
-        ):
+        failures = failures_of(state, self._group.error_file_of) if self._group else []
+        self._reporter.ended(action.result, state, failures)
+        paths = options.state_dir, options.result_file
+        for problem in write_results(action.result, state.job_id, state.run, *paths, is_first_node=first, failures=failures):
             self._say(problem)
         failed = first_failure(state.exits)
         recorded = self._group.error_file_of(failed.rank) if failed and self._group else None
@@ -393,7 +527,7 @@ class Agent:
             return
         group.begin_reaping(0.0)
         until_s = time.monotonic() + 5.0
-        while not group.reap((self._keeper.pid,)) and time.monotonic() < until_s:
+        while not group.reap(self._helpers) and time.monotonic() < until_s:
             pass
 
 

@@ -12,13 +12,16 @@ from urllib.parse import urlsplit
 
 from rsup.launcher.agent_places import AgentPlaces, make_places
 from rsup.launcher.board_reader import BoardReader
-from rsup.launcher.decider import Decider, choose_route, reachable_host
-from rsup.launcher.inventory import local_devices
-from rsup.launcher.launch_options import LaunchOptions, job_spec
+from rsup.launcher.decider import Decider
+from rsup.launcher.descriptor_limit import raise_limit
+from rsup.launcher.inventory import Inventory, read_inventory
+from rsup.launcher.launch_options import LaunchOptions, job_spec, storable
+from rsup.launcher.log_options import FileNames
 from rsup.launcher.logs import LogOptions, LogPump
 from rsup.launcher.process_state import Settings
 from rsup.launcher.processes import become_subreaper
 from rsup.launcher.rank_link import RankLink
+from rsup.launcher.route import choose_route, reachable_host
 from rsup.launcher.spool import Spool
 from rsup.launcher.stop_signals import SignalInbox
 from rsup.launcher.supervisor_client import SupervisorClient
@@ -43,6 +46,7 @@ class AgentParts:
     link: RankLink
     spool: Spool
     client: SupervisorClient
+    inventory: Inventory
 
 
 def open_parts(
@@ -56,12 +60,13 @@ def open_parts(
     signals = SignalInbox(options.signals_to_handle)
     stack.callback(signals.close)
     become_subreaper()
+    raise_limit()
     agent_id = secrets.token_hex(8)
     decider = Decider(options, choose_route(options))
     stack.callback(decider.close)
     agent_places = make_places(agent_id)
     stack.callback(lambda: agent_places.remove(keep_spool=keep_spool()))
-    logs = LogPump(_log_options(options), options.nproc_per_node)
+    logs = LogPump(_log_options(options), options.nproc_per_node, names=_file_names(options))
     stack.callback(lambda: logs.close(success=succeeded(), is_told=lambda: any(stops for _, stops in signals.read())))
     if logs.temporary_dir:
         agent_places.remember_logs(logs.temporary_dir)
@@ -71,10 +76,11 @@ def open_parts(
     stack.callback(link.close)
     spool = Spool(agent_places.spool)
     stack.callback(spool.close)
-    agent = _agent_info(agent_id, options, decider)
+    inventory = read_inventory()
+    agent = _agent_info(agent_id, options, decider, inventory)
     client = decider.connect(agent, job_spec(options, _owner(), decider.route.listen), spool)
     stack.callback(client.close)
-    return AgentParts(agent, _settings(options), signals, decider, agent_places, logs, board, link, spool, client)
+    return AgentParts(agent, _settings(options), signals, decider, agent_places, logs, board, link, spool, client, inventory)
 
 
 def where_to_look(options: LaunchOptions, welcome: wire.Welcome, *, is_embedded: bool) -> str:
@@ -109,7 +115,7 @@ def _serves(state_dir: Path, supervisor: wire.SupervisorInfo) -> bool:
     return found is not None and found.instance == supervisor.instance
 
 
-def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider) -> wire.AgentInfo:
+def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider, inventory: Inventory) -> wire.AgentInfo:
     return wire.AgentInfo(
         agent_id=agent_id,
         node=places.this_host(),
@@ -118,35 +124,61 @@ def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider) -> wire
         boot_id=places.boot_id(),
         node_rank=options.node_rank,
         num_ranks=options.nproc_per_node,
-        devices=local_devices(options.nproc_per_node),
+        devices=inventory.with_spares(options.nproc_per_node),
+        role=storable(options.role),
         start_ticks=process_start_ticks(os.getpid()),
+        versions=_versions(options),
     )
+
+
+def _versions(options: LaunchOptions) -> dict[str, str]:
+    """What the ranks of this node import, where other nodes could have something else. Reading it takes 40 ms."""
+    if options.max_nodes == 1 or options.no_python or os.environ.get("PYTHON_EXEC"):
+        return {}
+    from rsup.launcher.versions import installed_versions
+
+    return installed_versions()
 
 
 def _settings(options: LaunchOptions) -> Settings:
     return Settings(
         stop_grace_s=options.shutdown_timeout,
+        signal_graces_s={int(signum): grace_s for signum, grace_s in options.signal_graces.items()},
+        end_s=options.deadline,
+        deadline_margin_s=options.deadline_margin,
         supervisor_grace_s=options.supervisor_grace,
         fence_timeout_s=options.fence_timeout,
         join_timeout_s=options.join_timeout,
         last_call_s=options.last_call,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
+        meeting=options.supervisor or options.rdzv_endpoint,
         node=places.this_host(),
     )
 
 
 def _log_options(options: LaunchOptions) -> LogOptions:
     return LogOptions(
-        log_dir=str(options.log_dir) if options.log_dir else None,
+        log_dir=os.devnull if options.logs_specs else str(options.log_dir) if options.log_dir else None,
         run_id=options.rdzv_id if options.rdzv_id != "none" else options.job_id or "none",
         redirects=_per_rank(options.redirects),
         tee=_per_rank(options.tee),
         local_ranks_filter=options.local_ranks_filter or frozenset(),
+        ranks_filter=options.ranks_filter,
+        line_prefix_template=options.log_prefix,
+        as_json=options.log_format == "json",
         role=options.role,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
     )
+
+
+def _file_names(options: LaunchOptions) -> FileNames | None:
+    if options.logs_specs is None:
+        return None
+    from rsup.launcher.logs_specs import LogsSpecs  # imports torch
+
+    return LogsSpecs(options)
 
 
 def _per_rank(streams: tuple[int, ...]) -> dict[int, int] | int:

@@ -23,6 +23,8 @@ class AgentPlaces:
     spool: Path
     rank_socket: Path
     stacks_dir: Path
+    nvrx_dir: Path
+    """Sockets for NVRx's clients."""
     logs: Path
     """A link to the temporary log directory: so that it is found when nobody has survived to remove it."""
 
@@ -36,6 +38,7 @@ class AgentPlaces:
         for path in (self.rank_socket, self.logs) if keep_spool else (self.rank_socket, self.logs, self.spool):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.stacks_dir, ignore_errors=True)
+        shutil.rmtree(self.nvrx_dir, ignore_errors=True)
 
 
 def make_places(agent_id: str) -> AgentPlaces:
@@ -46,7 +49,7 @@ def make_places(agent_id: str) -> AgentPlaces:
     stacks_dir = runtime_dir / f"{stem}.stacks"
     stacks_dir.mkdir(mode=0o700, exist_ok=True)
     spool, rank_socket, logs = (runtime_dir / f"{stem}.{suffix}" for suffix in ("spool", "ranks", "logs"))
-    return AgentPlaces(runtime_dir, spool, rank_socket, stacks_dir, logs)
+    return AgentPlaces(runtime_dir, spool, rank_socket, stacks_dir, runtime_dir / f"{stem}.ft", logs)
 
 
 def _remove_dead(runtime_dir: Path) -> None:
@@ -56,7 +59,7 @@ def _remove_dead(runtime_dir: Path) -> None:
         if not pid.isdigit() or Path(f"/proc/{pid}").exists():
             continue
         with contextlib.suppress(OSError):
-            if path.suffix == ".stacks":
+            if path.suffix in (".stacks", ".ft"):
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             if path.is_symlink():  # .logs

@@ -1,6 +1,11 @@
-"""The agent's side of the heartbeat board: makes it, samples it, and keeps the watch's memory of one attempt."""
+"""The agent's side of the heartbeat board: makes it, samples it, and keeps the watch's memory of one attempt.
+
+A rank has two slots, since each has one writer: the one that its own rsup.worker writes, and one that the node's NVRx server
+writes for it. What is read is both together.
+"""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rsup.launcher import board_watch
@@ -8,7 +13,7 @@ from rsup.launcher.board_watch import WatchedRank, WatchState
 from rsup.launcher.process_state import AgentState
 from rsup.launcher.rank_group import RankGroup, is_debugged
 from rsup.supervisor import wire
-from rsup.supervisor.heartbeat_board import Board, BoardError, SlotSample
+from rsup.supervisor.heartbeat_board import FLAG_LEFT, Board, BoardError, SlotSample
 
 
 class BoardReader:
@@ -16,12 +21,13 @@ class BoardReader:
 
     def __init__(self, num_slots: int, runtime_dir: Path) -> None:
         self.problem = ""
+        self._num_ranks = num_slots
         self._board: Board | None = None
         self._state = WatchState()
         self._attempt = 0
         self._watched: list[WatchedRank] = []
         try:
-            self._board = Board.create(num_slots, runtime_dir)
+            self._board = Board.create(2 * num_slots, runtime_dir)
         except BoardError as error:
             self.problem = str(error)
 
@@ -55,7 +61,7 @@ class BoardReader:
         """What was observed since the attempt began, of dead ranks too; None if no rank uses rsup.worker."""
         if self._board is None or attempt != self._attempt:
             return None
-        samples = [sample for i in range(self._board.num_slots) if (sample := self._sample(i))]
+        samples = [sample for i in range(self._num_ranks) if (sample := self._sample(i))]
         return board_watch.observed(self._state, samples, attempt, at_us, closing)
 
     def last_words(self, group: RankGroup, local_rank: int) -> tuple[int, str]:
@@ -73,8 +79,34 @@ class BoardReader:
             self._board.close()
 
     def _sample(self, local_rank: int) -> SlotSample | None:
-        """The slot, if a process of this attempt has taken it."""
-        if self._board is None or local_rank >= self._board.num_slots:
+        """The rank's slots, if a process of this attempt has taken one."""
+        own, served = self._slot(local_rank), self._slot(self._num_ranks + local_rank)
+        return together(own, served) if own and served else own or served
+
+    def _slot(self, index: int) -> SlotSample | None:
+        if self._board is None or index >= self._board.num_slots:
             return None
-        sample = self._board.read(local_rank)
+        sample = self._board.read(index)
         return sample if sample.attempt == self._attempt and sample.calls else None
+
+
+def together(own: SlotSample, served: SlotSample) -> SlotSample:
+    """One rank as it shows itself through rsup.worker and through a client of NVRx's: all sections, the latest signs of life.
+
+    A client that has left no longer counts, but for how long its sections took.
+    """
+    if served.flags & FLAG_LEFT:
+        closed = tuple(replace(section, open_since_ns=0) for section in served.sections)
+        return replace(own, calls=own.calls + served.calls, sections=own.sections + closed)
+    return replace(
+        own,
+        main_ns=max(own.main_ns, served.main_ns),
+        iteration=max(own.iteration, served.iteration),
+        phase=own.phase or served.phase,
+        closed_since_ns=max(own.closed_since_ns, served.closed_since_ns) if served.closed_since_ns else 0,
+        train_steps=max(own.train_steps, served.train_steps),
+        heartbeats=own.heartbeats + served.heartbeats,
+        heartbeat_ns=max(own.heartbeat_ns, served.heartbeat_ns),
+        calls=own.calls + served.calls,
+        sections=own.sections + served.sections,
+    )

@@ -17,13 +17,24 @@ from msgspec.structs import replace
 
 from rsup.launcher.process_state import Gap
 from rsup.supervisor import wire
-from rsup.supervisor.heartbeat_board import FLAG_ASYNC_SAVE, FLAG_DEBUGGER, FLAG_LOADED_PERSISTENT, SectionSample, SlotSample
+from rsup.supervisor.heartbeat_board import (
+    FLAG_ASYNC_SAVE,
+    FLAG_DEBUGGER,
+    FLAG_LEFT,
+    FLAG_LOADED_PERSISTENT,
+    NAME_BYTES,
+    SectionSample,
+    SlotSample,
+    name_on_board,
+)
 
 OUT_OF_SECTION = "out-of-section"
 HEARTBEAT = "heartbeat"
 INITIAL_HEARTBEAT = "initial-heartbeat"
 STARTUP = "startup"
 WARMUP = "warmup"
+SHORTEST_FROM_CLIENT_S = 5.0
+"""NVRx's clients calculate limits of some hundred milliseconds, which a hiccup passes: its server looks every 5 s only."""
 STEP = "step"
 
 
@@ -48,6 +59,8 @@ class RankMemory(Struct, frozen=True):
     """What is remembered of one rank between samples."""
 
     first_call_ns: int = 0
+    calls: int = 0
+    """Grows when a client of NVRx's begins anew: the wait for its first heartbeat then does too."""
     forgiven_until_ns: int = 0
     """A debugger held the rank until then: nothing older counts."""
     longest_out_of_section_ns: int = 0
@@ -104,21 +117,16 @@ def age_ns(since_ns: int, now_ns: int, gaps: Sequence[Gap]) -> int:
 def _remember(memory: RankMemory, sample: SlotSample | None, now_ns: int, gaps: Sequence[Gap]) -> RankMemory:
     if sample is None or not sample.calls:
         return memory
-    first_call_ns = memory.first_call_ns or now_ns
+    first_call_ns = memory.first_call_ns if sample.calls == memory.calls else now_ns
     forgiven_ns = now_ns if sample.flags & FLAG_DEBUGGER else memory.forgiven_until_ns
     longest_ns = memory.longest_out_of_section_ns
-    if sample.closed_since_ns:
+    if sample.closed_since_ns and not sample.flags & FLAG_LEFT:
         opened_ns = [section.open_since_ns for section in sample.sections if section.open_since_ns]
         until_ns = min(opened_ns) if opened_ns else now_ns
         if until_ns > sample.closed_since_ns:
             longest_ns = max(longest_ns, age_ns(max(sample.closed_since_ns, forgiven_ns), until_ns, gaps))
-    if (first_call_ns, forgiven_ns, longest_ns) == (
-        memory.first_call_ns,
-        memory.forgiven_until_ns,
-        memory.longest_out_of_section_ns,
-    ):
-        return memory
-    return RankMemory(first_call_ns, forgiven_ns, longest_ns)
+    now = RankMemory(first_call_ns, sample.calls, forgiven_ns, longest_ns)
+    return memory if now == memory else now
 
 
 def _expired(rank: WatchedRank, memory: RankMemory, limits: wire.Limits, now_ns: int, gaps: Sequence[Gap]) -> list[Expired]:
@@ -127,13 +135,18 @@ def _expired(rank: WatchedRank, memory: RankMemory, limits: wire.Limits, now_ns:
     def check(limit: str, entry: int, since_ns: int, limit_s: float | None) -> None:
         if limit_s is None or not since_ns:
             return
+        if limit in limits.from_client:
+            limit_s = max(limit_s, SHORTEST_FROM_CLIENT_S)
         age_s = age_ns(max(since_ns, memory.forgiven_until_ns), now_ns, gaps) / 1e9
         if age_s > limit_s:
-            found.append(Expired((rank.rank, limit, entry), age_s, limit_s))
+            visit = entry + (sample.calls << 40 if sample else 0)  # a client that begins anew counts its visits anew
+            found.append(Expired((rank.rank, limit, visit), age_s, limit_s))
 
     sample = rank.sample
     if sample is None or not sample.calls:
         check(STARTUP, 0, rank.started_ns, limits.startup_s)
+        return found
+    if sample.flags & FLAG_LEFT:
         return found
     if sample.heartbeats:
         check(HEARTBEAT, sample.heartbeats, sample.heartbeat_ns, limits.heartbeat_s)
@@ -145,7 +158,7 @@ def _expired(rank: WatchedRank, memory: RankMemory, limits: wire.Limits, now_ns:
         if warming_up and section.name == STEP:
             check(WARMUP, section.entered, section.open_since_ns, limits.warmup_s)
         else:
-            check(section.name, section.entered, section.open_since_ns, limits.sections.get(section.name))
+            check(section.name, section.entered, section.open_since_ns, _limit_of(section.name, limits))
     if not open_sections:
         entry = sum(section.entered for section in sample.sections)
         if warming_up:
@@ -154,6 +167,13 @@ def _expired(rank: WatchedRank, memory: RankMemory, limits: wire.Limits, now_ns:
         else:
             check(OUT_OF_SECTION, entry, sample.closed_since_ns, limits.out_of_section_s)
     return found
+
+
+def _limit_of(name: str, limits: wire.Limits) -> float | None:
+    """The limit of a section by its name on the board, where a long one is cut."""
+    if name not in limits.sections and len(name.encode()) > NAME_BYTES - 5:
+        return next((limit_s for whole, limit_s in limits.sections.items() if name_on_board(whole) == name), None)
+    return limits.sections.get(name)
 
 
 def _warms_up(sample: SlotSample, limits: wire.Limits) -> bool:
@@ -198,7 +218,11 @@ def _beat(rank: WatchedRank, now_ns: int) -> wire.RankBeat:
         sample.iteration,
         _age_s(sample.liveness_ns, now_ns),
         _age_s(sample.main_ns, now_ns),
-        [wire.OpenSection(section.name, _age_s(section.open_since_ns, now_ns)) for section in open_sections(sample)],
+        [
+            wire.OpenSection(section.name, _age_s(section.open_since_ns, now_ns))
+            for section in open_sections(sample)
+            if not sample.flags & FLAG_LEFT
+        ],
         sample.phase,
     )
 

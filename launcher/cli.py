@@ -4,6 +4,7 @@ Wiring: verbs are named here by module and function, and loaded when they are ca
 launcher's process never loads what only the supervisor needs.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -15,6 +16,15 @@ from rsup.supervisor.wire import EXIT_USAGE, RELEASE, RsupError
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
+
+_SCARCE = {
+    errno.EMFILE: "raise ulimit -n",
+    errno.ENFILE: "the machine has no more of them",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.ENOMEM: "the machine or its memory limit is full",
+}
+"""What to do where the system has no more of something; no fault of ours."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rsup` with these arguments (default: the process's) and return its exit code."""
+    _fill_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         _print_help()
@@ -65,7 +76,8 @@ def _run(name: str, words: list[str]) -> int:
     try:
         function: Callable[..., int | None] = getattr(importlib.import_module(verb.module), verb.function)
         code = (function(name, words) if verb.wants_name else function(words)) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed by whoever started us
+            sys.stdout.flush()
         return code
     except RsupError as error:
         _report(name, words, str(error))
@@ -76,9 +88,27 @@ def _run(name: str, words: list[str]) -> int:
         _discard_stdout()
         return EXIT_READER_GONE
     except Exception as error:  # the outermost frame: a fault of ours, of which a person sees one line
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        _report(name, words, f"internal error, please report it with the traceback that RSUP_DEBUG=1 shows: {what}")
+        _report(name, words, _fault_text(error))
         return 1
+
+
+def _fault_text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in _SCARCE:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}; {_SCARCE[error.errno]}"
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"internal error, please report it with the traceback that RSUP_DEBUG=1 shows: {what}"
+
+
+def _fill_closed_streams() -> None:
+    """Where standard input, output or error was closed: `/dev/null`, so that no file or socket of ours gets its number, which
+    others would then read from or print into."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    if sys.stderr is None:  # print would take stdout
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _report(name: str, words: list[str], text: str) -> None:

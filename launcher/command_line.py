@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rsup.launcher.option_table import Option, OptionIndex
-from rsup.supervisor.wire import UsageError
+from rsup.launcher.option_table import CommandLineError, Option, OptionIndex
 
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
@@ -34,7 +33,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str], index: OptionIndex) -> CommandLine:
-    """Raise `UsageError` for an unknown or ambiguous option left of the script, and for a value too many or too few."""
+    """Raise `CommandLineError` for an unknown or ambiguous option left of the script, and for a value too many or too few."""
     settings: dict[str, Setting] = {}
     words = list(argv)
     at = 0
@@ -72,7 +71,7 @@ def _take_option(word: str, index: OptionIndex) -> tuple[Option, str | None, str
         flag, equals, value = word.partition("=")
         option = index.find(flag)
         if equals and option.is_switch:
-            raise UsageError(f"{flag} takes no value; leave out ={value}")
+            raise CommandLineError(f"{flag} takes no value; leave out ={value}")
         return option, value if equals else None, ""
     option = index.find(word[:2])
     if option.is_switch:
@@ -82,7 +81,7 @@ def _take_option(word: str, index: OptionIndex) -> tuple[Option, str | None, str
 
 def _following_value(word: str, following: list[str], index: OptionIndex) -> str:
     if not following or following[0] == "--" or _looks_like_option(following[0], index):
-        raise UsageError(f"{word} needs a value; write {word} VALUE or {word}=VALUE")
+        raise CommandLineError(f"{word} needs a value; write {word} VALUE or {word}=VALUE")
     return following[0]
 
 

@@ -5,11 +5,11 @@ with `--require-supervisor` the launch ends with 75. An embedded one is started 
 first if it lives and is silent.
 """
 
-import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.route import Route, choose_route, why_silent
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.launcher.supervisor_process import SILENT_S, EmbeddedSupervisor, StartError
@@ -27,84 +27,6 @@ class NoSupervisor(RsupError):
     exit_code = wire.EXIT_NO_SUPERVISOR
 
 
-@dataclass(frozen=True)
-class Route:
-    """`address` empty: embedded. `listen`: where an embedded one must answer other nodes of the job. `shared`: named by the
-    user, so that an embedded one may stand in for it. `claim`: held while this agent is the one that listens."""
-
-    address: str = ""
-    listen: str = ""
-    shared: bool = False
-    claim: socket.socket | None = None
-
-    @property
-    def is_embedded(self) -> bool:
-        return not self.address
-
-
-def choose_route(options: LaunchOptions) -> Route:
-    """Where to find the supervisor. Raise `UsageError` for several nodes without a place to meet."""
-    if options.supervisor:
-        return Route(options.supervisor, shared=True)
-    if options.max_nodes == 1 or (options.standalone and not options.rdzv_endpoint):
-        return Route()
-    if not options.rdzv_endpoint:
-        raise UsageError(f"--nnodes {options.max_nodes} needs a place to meet: --rdzv-endpoint HOST:PORT, or --supervisor")
-    host, port = places.split_endpoint(options.rdzv_endpoint, 29400)
-    address = places.tcp_address(host, port)
-    endpoint = address.removeprefix("tcp://")
-    may_be_first = options.node_rank == 0 if options.node_rank >= 0 else _can_bind(host, port)
-    claim = _claim(endpoint) if may_be_first else None
-    return Route(listen=endpoint, claim=claim) if claim else Route(address)
-
-
-def _claim(endpoint: str) -> socket.socket | None:
-    """The right of one agent of this host to have the supervisor listen there; None if another agent has it.
-
-    A name in the kernel's abstract namespace: it is gone with the process, and as wide as the ports are.
-    """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0rsup-listens-{endpoint}"[:100])
-    except OSError:
-        claim.close()
-        return None
-    return claim
-
-
-def reachable_host(options: LaunchOptions, route: Route) -> str:
-    """This node's address for the job's other nodes (MASTER_ADDR if it is the first)."""
-    if options.local_addr:
-        return options.local_addr
-    if options.max_nodes == 1:
-        return "127.0.0.1"
-    if route.listen:
-        return places.split_endpoint(route.listen)[0]
-    target = route.address.removeprefix("tcp://") if route.address.startswith("tcp://") else options.rdzv_endpoint
-    if target:
-        host, port = places.split_endpoint(target, 29400)
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError:
-            pass
-    return socket.getfqdn()
-
-
-def _can_bind(host: str, port: int) -> bool:
-    """Whether `host` is an address of this node whose port is free: then the supervisor of the job belongs here."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
 class Decider:
     """The link of this agent to whoever decides. Single-threaded; nothing blocks. An embedded supervisor is started at once,
     the link is made by `connect`, so that the agent can look for its devices meanwhile."""
@@ -117,6 +39,7 @@ class Decider:
         self._options = options
         self._tcp_key = self._find_key()
         self._since_s = time.monotonic()
+        self._note = route.note
         self._said_silence = False
         self._said_trouble = ""
         self._embedded = self._start_embedded()
@@ -142,6 +65,9 @@ class Decider:
 
         Raise `NoSupervisor` if one is required and has not answered.
         """
+        if self._note:
+            note, self._note = self._note, ""
+            return f"rsup: {note}"
         if self.client.connected:
             if self._embedded:
                 self._embedded.heard()
@@ -149,7 +75,7 @@ class Decider:
         if self._embedded:
             return self._look_after_embedded(self._embedded)
         if not self.route.shared:
-            return self._say_silence("is the first node up, and this --rdzv-endpoint its address?")
+            return self._say_silence()
         if self.route.shared and self.client.supervisor is None and time.monotonic() - self._since_s >= FALLBACK_AFTER_S:
             return self._fall_back()
         return ""
@@ -166,15 +92,19 @@ class Decider:
             return f"rsup: {error}" if said != self._said_trouble else ""
         if address != self.client.address:
             self.client.use_address(address, self._key_for(address))
-        return self._say_silence(f"see {self._options.state_dir / 'supervisor.log'}")
+        return self._say_silence()
 
-    def _say_silence(self, hint: str) -> str:
+    def _say_silence(self) -> str:
         """One line for a person who waits, once: nothing starts before a supervisor answers."""
         waited_s = time.monotonic() - self._since_s
         if self._said_silence or self.client.supervisor is not None or waited_s < SAY_SILENCE_AFTER_S:
             return ""
         self._said_silence = True
-        return f"rsup: no supervisor answers at {self.client.address} yet; {hint}"
+        if self._embedded:
+            return f"rsup: the supervisor of this launch does not answer yet; see {self._options.state_dir / 'supervisor.log'}"
+        endpoint = self.client.address.removeprefix("tcp://")
+        why = why_silent(*places.split_endpoint(endpoint))
+        return f"rsup: no answer from {endpoint} yet: {why}" if why not in self.route.note else ""
 
     def _fall_back(self) -> str:
         options = self._options
@@ -187,6 +117,7 @@ class Decider:
                 "the job's nodes have no other place to meet"
             )
         self.route = choose_route(replace(options, supervisor=""))
+        self._note = self.route.note
         self._since_s = time.monotonic()
         self._embedded = self._start_embedded()
         address = self._address()

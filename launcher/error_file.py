@@ -1,5 +1,6 @@
 """torch's error file of the launcher itself: what a launcher of this launcher reads after the job's failure."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -21,17 +22,29 @@ def write_error_file(result: wire.JobResult, message: str, recorded: Path | None
         return ""
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_bytes(_recorded(recorded) or _written(message or result.reason, result.exit_code))
+        Path(target).write_bytes(_recorded(recorded, result.exit_code) or _written(message or result.reason, result.exit_code))
     except OSError as error:
         return f"rsup: cannot write {VARIABLE} {target}: {error.strerror}"
     return ""
 
 
-def _recorded(path: Path | None) -> bytes:
+def write_refusal(error: wire.RsupError, environment: Mapping[str, str]) -> None:
+    """The launch was refused: leave that where `TORCHELASTIC_ERROR_FILE` says, if it can be."""
+    write_error_file(wire.JobResult(error.exit_code, str(error)), f"{type(error).__name__}: {error}", None, environment)
+
+
+def _recorded(path: Path | None, exit_code: int) -> bytes:
+    """What the rank left, with the exit code in it as torch's agent adds it; as it is if it is not of torch's form."""
     try:
-        return path.read_bytes() if path else b""
+        data = path.read_bytes() if path else b""
     except OSError:
         return b""
+    with contextlib.suppress(ValueError):
+        content = json.loads(data)
+        if isinstance(content, dict) and isinstance(content.get("message"), dict):
+            content["message"]["errorCode"] = exit_code
+            return json.dumps(content).encode()
+    return data
 
 
 def _written(message: str, exit_code: int) -> bytes:

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,26 @@ from rsup.supervisor.wire import RankExited
 
 MAX_REPORT_LINES = 40
 MAX_LINE_CHARS = 160
+MAX_REASON_CHARS = 600
+MAX_STOOD_IN = 4
 MAX_ERROR_FILE_BYTES = 4 * 1024 * 1024
 
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?$", re.MULTILINE)
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[\S+\]:\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeout)|(?:\w+\.)+[A-Z]\w*)(?::\s.*)?$"
 )
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]:\s*")
+"""Which torch puts in front of each line of an exception."""
 _COMPLAINT = re.compile(
     r"\b(error|fatal|failed|abort(ed)?|killed|terminate called|out of memory|segmentation fault|no such)\b", re.IGNORECASE
 )
 _AFTERMATH = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|socket closed|remote process exited|connection refused by peer",
+    r"connection (was )?(likely )?(closed|reset)|broken pipe|connection refused|socket ?(timeout|closed)|"
+    r"remote process exit|peer (is )?(gone|closed|failed)|recvvalue failed|failed to recv|sendbytes failed|store is closed|"
+    r"process ?group .*(abort|time)|timed out waiting for.*(rank|peer)|ncclremoteerror|gloo.*(read|write|timeout)",
     re.IGNORECASE,
 )
+"""An error line that only says that another rank is gone. The supervisor knows the same (`supervisor/failure.py`)."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,17 @@ def read_error_file(path: Path) -> RankError | None:
     return RankError(_one_line(str(message.get("message", ""))), str(extra.get("py_callstack", "")), _seconds(extra))
 
 
-def telling_line(log_tail: str) -> str:
+def telling_line(log_tail: str, of_stderr: bool = True) -> str:
     """The last line of a stderr tail that says what went wrong: an exception's line, else the last line with text.
 
-    Python's warnings, with the source line that each shows, are no answer.
+    Python's warnings, with the source line that each shows, are no answer; nor is just any line, where not `of_stderr` alone.
     """
     lines = [line.strip() for line in _WARNING.sub("", log_tail).splitlines() if line.strip()]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
     complaints = [line for line in lines if _COMPLAINT.search(line)]
-    for found in (exceptions, complaints, lines):
+    for found in (exceptions, complaints, lines if of_stderr else []):
         if found:
-            return _printable(found[-1])[:MAX_LINE_CHARS]
+            return _printable(_RANK_PREFIX.sub("", found[-1]))[:MAX_LINE_CHARS]
     return ""
 
 
@@ -87,7 +95,8 @@ def signal_name(number: int) -> str:
 
 def is_victim(exited: RankExited) -> bool:
     """Whether the rank was ended by us, or fell over because a peer had gone."""
-    return bool(exited.by_us) or bool(_AFTERMATH.search(exited.error))
+    was_shot = exited.signal == signal.SIGKILL  # nothing that it had printed before is the reason
+    return bool(exited.by_us) or (not was_shot and bool(_AFTERMATH.search(exited.error)))
 
 
 def first_failure(exits: Sequence[RankExited]) -> RankExited | None:
@@ -96,28 +105,50 @@ def first_failure(exits: Sequence[RankExited]) -> RankExited | None:
     return failed[0] if failed else None
 
 
-def failure_report(job_id: str, exits: Sequence[RankExited], *, reason: str = "", num_tail_lines: int = 15) -> str:
+def failure_report(
+    job_id: str,
+    exits: Sequence[RankExited],
+    *,
+    reason: str = "",
+    rank: int | None = None,
+    num_tail_lines: int = 15,
+    stood_in: Sequence[tuple[int, str]] = (),
+) -> str:
     """The report of a failed attempt: the first failing rank with its error and last log lines, the others in a line each
     kind, what to run next. Printable text, at most `MAX_REPORT_LINES` lines. Empty if no rank failed and there is no reason.
+
+    `rank`: who failed first in the decider's judgement. `stood_in`: ranks that were alive when stacks were taken, with the innermost frame of each.
     """
-    first = first_failure(exits)
+    first = next((e for e in exits if e.exit_code and e.rank == rank), None) or first_failure(exits)
     if first is None and not reason:
         return ""
-    lines = [f"job {job_id} failed" + (f": {_one_line(reason)}" if reason else "")]
+    lines = _reason_lines(job_id, reason)
     if first is not None:
-        lines += _first_lines(first, num_tail_lines)
-        lines += _other_lines([e for e in exits if e.exit_code and e is not first])
+        others = [e for e in exits if e.exit_code and e is not first]
+        below = [*_also_failed_lines(first, others), *_victim_lines(first, others), *_stack_lines(job_id, stood_in)]
+        lines += _first_lines(first, min(num_tail_lines, MAX_REPORT_LINES - 12 - len(below))) + below
     body = [*lines[: MAX_REPORT_LINES - 3], f"more: rsup report {job_id}    rsup events {job_id}"]
     rule = "-" * 72
     return "\n".join([rule, *(_printable(line)[:MAX_LINE_CHARS] for line in body), rule])
 
 
+def _reason_lines(job_id: str, reason: str) -> list[str]:
+    """What happened, and below it what follows from that."""
+    what, semicolon, follows = _one_line(reason, MAX_REASON_CHARS).rpartition("; no restart: ")
+    text = what or follows
+    lines = [f"job {job_id} failed" + (f": {text}" if text else "")]
+    return lines + ([f"  no restart: {follows}"] if semicolon else [])
+
+
 def _first_lines(first: RankExited, num_tail_lines: int) -> list[str]:
     where = f" at iteration {first.iteration}" if first.iteration else ""
     where += f", in section {first.section}" if first.section else ""
-    lines = [f"  first: rank {first.rank}, {exit_text(first.exit_code, first.signal)}{where} (attempt {first.attempt})"]
+    how = exit_text(first.exit_code, first.signal)
+    lines = [f"  first: rank {first.rank}, {how}{where} (attempt {first.attempt}, {_time_of_day(first.at_us)})"]
     if first.by_us:
         lines.append(f"  ended by rsup: {_one_line(first.by_us)}")
+    elif first.killer:
+        lines.append(f"  {_one_line(first.killer)}")
     if first.error:
         lines.append(f"  error: {_one_line(first.error)}")
     if first.declared_reason:
@@ -126,29 +157,63 @@ def _first_lines(first: RankExited, num_tail_lines: int) -> list[str]:
     return lines + (["  last lines of its stderr:"] if tail else []) + [f"    | {line}" for line in tail]
 
 
-def _other_lines(others: Sequence[RankExited]) -> list[str]:
+def _also_failed_lines(first: RankExited, others: Sequence[RankExited]) -> list[str]:
     lines = []
     failed = [e for e in others if not is_victim(e)]
     for other in failed[:4]:
         error = f": {_one_line(other.error)}" if _one_line(other.error) else ""
-        lines.append(f"  also failed: rank {other.rank}, {exit_text(other.exit_code, other.signal)}{error}")
+        how = exit_text(other.exit_code, other.signal)
+        lines.append(f"  also failed: rank {other.rank}, {how}, {_later([other], first)}{error}")
     if failed[4:]:
-        lines.append(f"  also failed: ranks {_ranks(failed[4:])}")
-    victims = [e for e in others if is_victim(e)]
-    if victims:
-        lines.append(f"  victims, ended by rsup or by the loss of a peer: rank{'s'[: len(victims) > 1]} {_ranks(victims)}")
+        lines.append(f"  also failed: {_ranks(failed[4:])}, {_later(failed[4:], first)}")
     return lines
 
 
+def _victim_lines(first: RankExited, others: Sequence[RankExited]) -> list[str]:
+    """Who was ended by us, with which signal, and who fell over because a peer had gone; each kind in one line."""
+    lines = []
+    for signum in sorted({e.signal for e in others if e.by_us}):
+        ended = [e for e in others if e.by_us and e.signal == signum]
+        how = f"with {signal_name(signum)}" if signum else "and left with a code of their own"
+        lines.append(f"  ended by rsup {how}: {_ranks(ended)}, {_later(ended, first)}")
+    fallen = [e for e in others if is_victim(e) and not e.by_us]
+    if fallen:
+        lines.append(f"  victims, of a lost peer: {_ranks(fallen)}, {_later(fallen, first)}: {_one_line(fallen[0].error)}")
+    return lines
+
+
+def _stack_lines(job_id: str, stood_in: Sequence[tuple[int, str]]) -> list[str]:
+    if not stood_in:
+        return []
+    lines = [f"  rank {rank} stood in {frame}" for rank, frame in stood_in[:MAX_STOOD_IN]]
+    return [*lines, f"  stacks of {_count(len(stood_in), 'rank')}: rsup stacks {job_id}"]
+
+
+def _later(exits: Sequence[RankExited], first: RankExited) -> str:
+    """`3 ms later`, `2-31 ms later`: by this node's clock, which stamped them all."""
+    after_ms = sorted(max(0, e.at_us - first.at_us) // 1000 for e in exits)
+    return f"{after_ms[0]} ms later" if after_ms[0] == after_ms[-1] else f"{after_ms[0]}-{after_ms[-1]} ms later"
+
+
+def _time_of_day(at_us: int) -> str:
+    return f"{datetime.fromtimestamp(at_us / 1e6, UTC):%H:%M:%S}.{at_us // 1000 % 1000:03d} UTC"
+
+
 def _ranks(exits: Sequence[RankExited]) -> str:
-    """`0-3,7`"""
+    """`rank 4`, `ranks 0-3,7`"""
     spans: list[list[int]] = []
-    for rank in sorted({e.rank for e in exits}):
+    ranks = sorted({e.rank for e in exits})
+    for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s'[: len(ranks) > 1]} {text}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _seconds(extra: dict[str, Any]) -> int:
@@ -158,9 +223,9 @@ def _seconds(extra: dict[str, Any]) -> int:
         return 0
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
     lines = text.strip().splitlines()
-    return _printable(lines[0].strip())[:MAX_LINE_CHARS] if lines else ""
+    return _printable(lines[0].strip())[:max_chars] if lines else ""
 
 
 def _printable(text: str) -> str:

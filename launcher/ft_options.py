@@ -62,7 +62,26 @@ FT_OPTIONS: Sequence[Option] = (
     _works(
         "--ft-max-no-progress-cycles",
         shown="`--no-progress-restarts` + 1",
-        meaning="Attempts without progress that end a job with `--restart auto`; 0 or -1: no bound.",
+        meaning="Attempts without progress that end a job with `--restart auto` or `--ft-checkpoint-iteration-file`; 0 or -1:"
+        " no bound.",
+    ),
+    _works(
+        "--ft-checkpoint-iteration-file",
+        meaning="File in which the training writes the iteration of its newest checkpoint, as Megatron-LM's"
+        " `latest_checkpointed_iteration.txt`: its growth is progress. With it, `--ft-max-no-progress-cycles` (then 3) holds"
+        " also within `--max-restarts`.",
+    ),
+    _works(
+        "--ft-min-progress-iterations",
+        default="1",
+        shown="",
+        meaning="Iterations from one failure's newest checkpoint to the next one's that count as progress.",
+    ),
+    _works(
+        "--ft-no-restart-exit-code",
+        default="93",
+        shown="",
+        meaning="Exit code of a job that ends for want of progress: please do not requeue it.",
     ),
     _works("--term-timeout", env="PET_TERM_TIMEOUT", shown="", meaning="ft_launcher's name of `--shutdown-timeout`."),
     _works("--workers-stop-timeout", env="PET_WORKERS_STOP_TIMEOUT", shown="", meaning="ft_launcher's name of `--stop-grace`."),
@@ -79,10 +98,6 @@ FT_OPTIONS: Sequence[Option] = (
     *_ignored("section calls never wait for an answer", "skip-section-response"),
     *_ignored("use --debug", "log-level"),
     *_ignored("the failure report has a rank's last lines in any case", "install-exception-hook"),
-    *_ignored(
-        "progress is a durable checkpoint, reported through rsup.worker", "min-progress-iterations", "checkpoint-iteration-file"
-    ),
-    *_ignored("a job that must not be requeued exits with 93", "no-restart-exit-code"),
     *_ignored(
         "a new attempt starts when every process of the old one is gone",
         *("gpu-memory-reclaim-timeout", "gpu-memory-tolerance-mb", "gpu-memory-poll-interval", "check-remaining-processes"),
@@ -109,7 +124,30 @@ FT_OPTIONS: Sequence[Option] = (
     *_ignored("rsup events and the result file have it", "cycle-info-dir", "cycle-info-job-id"),
 )
 
+NVRX_NO_PROGRESS_CYCLES = 3
 NO_PROGRESS_BOUND_OFF = 2**31 - 1
+
+
+def asks_itself(values: OptionValues) -> bool:
+    """Whether the command line has options of ft_launcher's beside those about its file: the file then may hold none."""
+    others = {option.dest for option in FT_OPTIONS if option.flag.startswith("--ft-")} - {
+        "ft_cfg_path",
+        "ft_ignore_missing_cfg",
+    }
+    return any(dest in others for dest in values.settings)
+
+
+def without_nulls(values: OptionValues) -> OptionValues:
+    """`none`, `null` and nothing at all leave an option unset where they are no value of its own (no limit)."""
+    unset = {
+        option.dest
+        for option in FT_OPTIONS
+        if values.given(option.dest)
+        and not (option.dest.endswith(("_timeout", "_timeouts")) and option.default is None and not option.no_effect)
+        and values.settings[option.dest].text.strip().lower() in UNLIMITED_WORDS
+    }
+    settings = {dest: setting for dest, setting in values.settings.items() if dest not in unset}
+    return OptionValues(values.index, settings, values.notes) if unset else values
 
 
 def read_limits(values: OptionValues) -> Limits:
@@ -149,8 +187,11 @@ def read_section_timeouts(values: OptionValues) -> dict[str, float | None]:
 
 def read_no_progress_limit(values: OptionValues) -> int:
     """Restarts without progress: ours, else NVRx's number of attempts less the first one."""
-    if values.given("no_progress_restarts") or not values.given("ft_max_no_progress_cycles"):
+    if values.given("no_progress_restarts"):
         return values.integer("no_progress_restarts")
+    if not values.given("ft_max_no_progress_cycles"):
+        tracked = values.given("ft_checkpoint_iteration_file") and values.text("restart") == "count"
+        return NVRX_NO_PROGRESS_CYCLES - 1 if tracked else values.integer("no_progress_restarts")
     cycles = values.integer("ft_max_no_progress_cycles", at_least=-1)
     return cycles - 1 if cycles > 0 else NO_PROGRESS_BOUND_OFF
 
@@ -165,5 +206,8 @@ def check_accepted(values: OptionValues) -> None:
             values.fail("ft_rank_termination_signal", "there is no such signal")
     if values.text("ft_restart_policy") == "min-healthy":
         values.notes.append("--ft-restart-policy min-healthy is taken as any-failed: a failed rank restarts all ranks")
-    if values.given("ft_max_no_progress_cycles") and values.text("restart") != "auto":
-        values.notes.append("--ft-max-no-progress-cycles has an effect with --restart auto only")
+    tracked = values.text("restart") == "auto" or values.given("ft_checkpoint_iteration_file")
+    if values.given("ft_max_no_progress_cycles") and not tracked:
+        values.notes.append(
+            "--ft-max-no-progress-cycles has an effect with --restart auto or --ft-checkpoint-iteration-file only"
+        )

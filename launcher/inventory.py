@@ -1,4 +1,4 @@
-"""The devices that this node's ranks will use, as NVML names them; CPU stand-ins where there are none."""
+"""The devices of this node, as NVML names them, and which of them the ranks see; CPU stand-ins where there are none."""
 
 from __future__ import annotations
 
@@ -7,24 +7,59 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rsup.launcher.visible_devices import VisibleList, read_visible
 from rsup.supervisor.places import boot_id
 from rsup.supervisor.wire import Device
 
+PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What the ranks may use. `visible` is empty on a node without GPUs, or where none is to be seen."""
+
+    visible: VisibleList = field(default_factory=VisibleList)
+
+    def devices(self, num_ranks: int) -> list[Device]:
+        """One device per local rank, in local-rank order, as long as nothing moves a rank. Fewer GPUs than ranks: the ranks
+        beyond get the GPUs again from the first."""
+        gpus = self.visible.devices
+        if not gpus:
+            return [cpu_device(local_rank) for local_rank in range(num_ranks)]
+        return [gpus[local_rank % len(gpus)].device for local_rank in range(num_ranks)]
+
+    def with_spares(self, num_ranks: int) -> list[Device]:
+        """`devices`, then those that no rank uses."""
+        return self.devices(num_ranks) + [one.device for one in self.visible.devices[num_ranks:]]
+
+
+def read_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
+    """What CUDA_VISIBLE_DEVICES of `environ` (default: ours) leaves. Loads NVML only here; without it the driver's own list
+    in /proc is read. Takes up to a second on a node with GPUs. Never raises."""
+    environ = os.environ if environ is None else environ
+    shown, order = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
+    if shown is not None and shown.strip() in ("", "-1"):
+        return Inventory()
+    nvml = load_nvml()
+    if nvml is None or not begin_nvml(nvml):
+        return Inventory(read_visible(shown, order, boards_in_proc()))
+    try:
+        boards = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+        return Inventory(read_visible(shown, order, boards, lambda name: _mig_instance(nvml, name)))
+    except nvml.NVMLError:
+        return Inventory()
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
 
 def local_devices(num_ranks: int, environ: Mapping[str, str] | None = None) -> list[Device]:
-    """One device per local rank, in local-rank order: what CUDA_VISIBLE_DEVICES of `environ` (default: ours) leaves.
-
-    Loads NVML only here; any failure of it gives CPU devices. Fewer GPUs than ranks: the ranks beyond get the GPUs again
-    from the first. Takes up to a second on a node with GPUs. Never raises.
-    """
-    environ = os.environ if environ is None else environ
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = _gpus(visible) if visible is None or visible.strip() not in ("", "-1") else []
-    if not gpus:
-        return [cpu_device(local_rank) for local_rank in range(num_ranks)]
-    return [gpus[local_rank % len(gpus)] for local_rank in range(num_ranks)]
+    """`read_inventory(environ).devices(num_ranks)`."""
+    return read_inventory(environ).devices(num_ranks)
 
 
 def cpu_device(local_rank: int) -> Device:
@@ -32,24 +67,30 @@ def cpu_device(local_rank: int) -> Device:
     return Device(uuid=f"CPU-{boot_id() or 'unknown'}-{local_rank}", model="CPU")
 
 
-def _gpus(visible: str | None) -> list[Device]:
-    nvml = _load_nvml()
-    if nvml is None:
-        return []
-    try:
-        nvml.nvmlInit()
-    except (nvml.NVMLError, OSError):  # no driver
-        return []
-    try:
-        return [_describe(nvml, handle) for handle in _visible_handles(nvml, visible)]
-    except nvml.NVMLError:
-        return []
-    finally:
-        with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
+def boards_in_proc(root: Path = PROC_GPUS, dev: Path = Path("/dev")) -> list[Device]:
+    """NVIDIA boards by PCI address as the driver lists them, those without a device file of ours left out."""
+    found: list[Device] = []
+    for path in sorted(root.glob("*/information")):
+        try:
+            lines = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
+        except OSError:
+            continue
+        values = {name.strip(): value.strip() for name, _, value in lines}
+        uuid, minor = values.get("GPU UUID", ""), values.get("Device Minor", "")
+        if minor.isdecimal() and not (dev / f"nvidia{minor}").exists():
+            continue
+        found.append(
+            Device(
+                uuid=f"PCI-{path.parent.name}" if "?" in uuid or not uuid else uuid,
+                model=values.get("Model", ""),
+                pci_bus_id=values.get("Bus Location", path.parent.name),
+                vbios=values.get("Video BIOS", ""),
+            )
+        )
+    return found
 
 
-def _load_nvml() -> Any:
+def load_nvml() -> Any:
     """The bindings; None where they are not installed or do not load."""
     try:
         with warnings.catch_warnings():
@@ -59,31 +100,19 @@ def _load_nvml() -> Any:
         return None
 
 
-def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
-    """Handles in CUDA's order. As CUDA does it, the list ends at the first entry that names nothing."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    if visible is None:
-        return handles
-    uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    chosen: list[Any] = []
-    for name in (entry.strip() for entry in visible.split(",")):
-        found = _find(nvml, name, handles, uuids)
-        if found is None:
-            break
-        chosen.append(found)
-    return chosen
+def begin_nvml(nvml: Any) -> bool:
+    """Whether NVML answers; `nvmlShutdown` then is due."""
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError):  # no driver, or its library is not in this container
+        return False
+    return True
 
 
-def _find(nvml: Any, name: str, handles: list[Any], uuids: list[str]) -> Any:
-    if name.isdigit():
-        return handles[int(name)] if int(name) < len(handles) else None
-    if name.startswith("MIG-"):
-        with contextlib.suppress(nvml.NVMLError):
-            return nvml.nvmlDeviceGetHandleByUUID(name.encode())
-        return None
-    # CUDA takes any unambiguous beginning of a UUID
-    matches = [handle for handle, uuid in zip(handles, uuids, strict=True) if name and uuid.startswith(name)]
-    return matches[0] if len(matches) == 1 else None
+def _mig_instance(nvml: Any, name: str) -> Device | None:
+    with contextlib.suppress(nvml.NVMLError):
+        return _describe(nvml, nvml.nvmlDeviceGetHandleByUUID(name.encode()))
+    return None
 
 
 def _describe(nvml: Any, handle: Any) -> Device:

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from rsup.launcher import keeper_process as companion
+from rsup.launcher.processes import start_hint
 from rsup.launcher.store_socket import PortInUse, bind_store_socket
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import process_start_ticks
@@ -86,7 +87,7 @@ class Keeper:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_path = spool_path.with_suffix(".keeper")
-        with theirs, open(log_path, "ab", opener=_private) as log, _blocked_signals():
+        with theirs, open(log_path, "ab", opener=_private) as log, blocked_signals():
             try:
                 popen = subprocess.Popen(
                     # -P: the user's directory must not replace modules of ours
@@ -101,7 +102,7 @@ class Keeper:
             except OSError as error:
                 ours.close()
                 problem = f"cannot start the launcher's keeper with {sys.executable}: {error.strerror}"
-                raise KeeperStartError(f"{problem}; is this Python still there, and processes left (ulimit -u)?") from None
+                raise KeeperStartError(f"{problem}; {start_hint(error)}") from None
         keeper = cls(popen, ours, log_path)
         keeper._send(companion.Begin(agent_pid, process_start_ticks(agent_pid), mark, str(spool_path), str(log_path)))
         keeper.set_files(remove)
@@ -226,7 +227,7 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
+def blocked_signals() -> Iterator[None]:
     """What the keeper ignores is blocked from its first instruction on; what comes to us meanwhile comes afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, companion.IGNORED_SIGNALS)
     try:

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from rsup.launcher.reaping import ProcessId, Survivor, open_process, reap_everything, send_signal
 from rsup.launcher.store_host import StoreHost
+from rsup.launcher.stray_ranks import end_strays
 from rsup.supervisor import places, wire
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
@@ -32,6 +33,7 @@ MAX_PACKET_BYTES = 128 * 1024
 _INT_BYTES = 4
 AGENT_PATIENCE_S = 2.0
 REAP_WITHIN_S = 30.0
+MAX_NAMED = 5
 DELIVER_WITHIN_S = 300.0
 """As long as a launch by default waits for its supervisor when a decision is due. What is left then stays in the spool."""
 
@@ -117,12 +119,19 @@ class KeeperProcess:
 
     def run(self) -> None:
         """Until the agent has gone, and what that takes."""
+        self._end_strays()
         ended = self._wait_for_end()
         if self._goodbye or not self._begin.mark:
             return
         if not ended:
             self._end_agent()
         self._clean_up()
+
+    def _end_strays(self) -> None:
+        """What a launch left here before us that was killed with its keeper: done by us since the agent is in a hurry."""
+        if strays := end_strays():
+            named = ", ".join(map(str, strays[:MAX_NAMED])) + (", ..." if strays[MAX_NAMED:] else "")
+            self._say(f"ended with SIGKILL what ranks of a dead launch had left running on this node: {named}")
 
     def _wait_for_end(self) -> bool:
         """Serve the agent until it goes; True if its process has ended, False if only the socket was closed."""

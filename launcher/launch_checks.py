@@ -18,6 +18,10 @@ STDIN_SCRIPTS = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 def check(options: LaunchOptions) -> None:
     """Raise `UsageError` if script, module, program, directories or key file cannot be used. Makes missing directories."""
     check_script(options)
+    if options.logs_specs is not None:
+        from rsup.launcher.logs_specs import find_logs_specs
+
+        find_logs_specs(options.logs_specs)
     _check_directory("--state-dir", options.state_dir, mode=0o700)
     if options.log_dir is not None:
         _check_directory("--log-dir", options.log_dir)
@@ -29,6 +33,14 @@ def check(options: LaunchOptions) -> None:
             places.read_key_file(options.key_file)
     except RsupError as error:
         raise UsageError(str(error)) from None
+
+
+def notes_of_places(options: LaunchOptions) -> list[str]:
+    """A line where the store is not where one would look for it."""
+    usual, found = places.usual_state_dir(), options.state_dir
+    if os.environ.get("RSUP_STATE_DIR") or found == usual or found != places.state_dir():
+        return []
+    return [f"{usual} cannot be written, so the store of this user is in {found}"]
 
 
 def check_script(options: LaunchOptions) -> None:
@@ -51,13 +63,25 @@ def check_script(options: LaunchOptions) -> None:
                 else f"program {script} not found; check its name and PATH"
             )
     elif not Path(script).exists():
-        where = "" if script.startswith("/") else f" in {Path.cwd()}"
+        where = "" if script.startswith("/") else f" in {_here()}"
         hint = "; did you mean -m?" if _is_module_name(script) and module_exists(script) else "; check its path"
         raise UsageError(f"script {script} not found{where}{hint}")
     elif Path(script).is_dir() and not Path(script, "__main__.py").exists():
         raise UsageError(f"script {script} is a directory without __main__.py")
     elif not os.access(script, os.R_OK):
         raise UsageError(f"script {script} cannot be read; check its permissions")
+
+
+def _working_directory() -> str:
+    """Empty where somebody has removed it."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _here() -> str:
+    return _working_directory() or "the working directory, which has been removed"
 
 
 def _check_module(name: str) -> None:
@@ -78,7 +102,8 @@ def _is_module_name(name: str) -> bool:
 def module_exists(name: str) -> bool:
     """Whether `python -m NAME` in this directory would find something to run. Imports nothing, parents neither; when it cannot
     tell without importing (a package that sets its own `__path__`), it says yes."""
-    sys_path = [os.getcwd(), *sys.path]
+    here = _working_directory()
+    sys_path = [here, *sys.path] if here else sys.path
     parts = name.split(".")
     spec = _find(parts[0], sys_path) or _find(parts[0], None)
     for depth in range(1, len(parts) + 1):

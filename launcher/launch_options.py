@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rsup.launcher.redaction import redact_command
 from rsup.supervisor import places
-from rsup.supervisor.wire import JobSpec, Limits, RestartPolicy
+from rsup.supervisor.wire import EXIT_NO_REQUEUE, JobSpec, Limits, RestartPolicy
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -50,6 +50,8 @@ class LaunchOptions:
     module: bool = False
     no_python: bool = False
     run_path: bool = False
+    pass_local_rank: bool = False
+    """Put `--local-rank=N` in front of the script's arguments."""
     log_dir: Path | None = None
     """None: the user named none."""
     redirects: tuple[int, ...] = (0,)
@@ -60,6 +62,12 @@ class LaunchOptions:
     """Local ranks whose output reaches the console; None: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
+    ranks_filter: frozenset[int] | None = None
+    """Ranks of the job whose output reaches the console; None: all."""
+    log_prefix: str | None = None
+    """In front of every line on the console; None: as torchrun, teed lines alone have one."""
+    log_format: str = "text"
+    """`text` or `json`."""
     node_rank: int = -1
     """Of `--node-rank`, `PET_NODE_RANK` or SLURM; -1 if nobody gave one."""
     master_addr: str = "127.0.0.1"
@@ -73,9 +81,13 @@ class LaunchOptions:
     shutdown_timeout: float = 30.0
     """From a signal to the launcher until its ranks are killed."""
     virtual_local_rank: bool = False
+    omp_num_threads: int | None = None
+    """What `OMP_NUM_THREADS=auto` in the launcher's environment means; None: it says something else."""
 
     # ---- ours
     job_id: str = ""
+    preferred_job_id: str = ""
+    """SLURM's number of the job, where `job_id` is empty: its name unless a live job is called that."""
     cluster: str = "local"
     resume: bool = False
     restart: str = "count"
@@ -92,28 +104,44 @@ class LaunchOptions:
     key_file: Path | None = None
     stop_grace: float = 30.0
     """From SIGTERM to SIGKILL when ranks are stopped because another one failed."""
+    signal_graces: dict[signal.Signals, float] = field(default_factory=dict)
+    """As `shutdown_timeout`, by signal."""
+    deadline: float | None = None
+    """When the scheduler ends the job, in seconds since 1970."""
+    deadline_margin: float = 5.0
     join_timeout: float = 600.0
     last_call: float = 30.0
     fence_timeout: float | None = None
     supervisor_grace: float = 300.0
     no_progress_limit: int = 3
+    no_requeue_exit_code: int = EXIT_NO_REQUEUE
+    min_progress_iterations: int = 1
+    checkpoint_iteration_file: Path | None = None
+    """Shows checkpoints of a script that does not report them; with it, `no_progress_limit` holds also without
+    `--restart auto`."""
     identical_limit: int = 3
     backoff_first: float = 0.0
     backoff_max: float = 60.0
     limits: Limits = field(default_factory=Limits)
     calc_ft_timeouts: bool = False
+    preload: tuple[str, ...] = ()
+    """Modules that warm standbys import ahead."""
+    no_standby: bool = False
     debug: bool = False
+    report_fd: int | None = None
+    """Where the Python API hears how the launch goes; None: it is a command."""
 
     notes: tuple[str, ...] = ()
     """Lines for the terminal about options that were accepted without effect, printed once by the command line."""
 
 
-def rank_command(options: LaunchOptions) -> list[str]:
-    """The command of every rank. Script arguments verbatim: no `$$` or `${local_rank}` is rewritten.
+def rank_command(options: LaunchOptions, local_rank: int = 0) -> list[str]:
+    """The command of one rank. Script arguments verbatim: no `$$` or `${local_rank}` is rewritten.
 
     `PYTHON_EXEC` names another interpreter, as with torchrun. `--run-path` wins over `--no-python`.
     """
-    script = [options.training_script, *options.training_script_args]
+    first = [f"--local-rank={local_rank}"] if options.pass_local_rank else []
+    script = [options.training_script, *first, *options.training_script_args]
     if options.no_python and not options.run_path:
         return script
     python = [os.environ.get("PYTHON_EXEC") or sys.executable, "-u"]
@@ -124,13 +152,14 @@ def rank_command(options: LaunchOptions) -> list[str]:
 
 def shown_command(options: LaunchOptions) -> list[str]:
     """Script and arguments for people to read, secrets redacted; `-m` in front of a module. Very long ones are cut."""
-    words = redact_command([*(["-m"] if options.module else []), options.training_script, *options.training_script_args])
-    shown = [word if len(word) <= _MAX_SHOWN_CHARS else word[:_MAX_SHOWN_CHARS] + "..." for word in words[:_MAX_SHOWN_WORDS]]
+    words = [*(["-m"] if options.module else []), options.training_script, *options.training_script_args]
+    redacted = redact_command([word[: 4 * _MAX_SHOWN_CHARS] for word in words[:_MAX_SHOWN_WORDS]])
+    shown = [word if len(word) <= _MAX_SHOWN_CHARS else word[:_MAX_SHOWN_CHARS] + "..." for word in redacted]
     more = len(words) - len(shown)
-    return [_storable(word) for word in shown] + ([f"... and {more} more"] if more else [])
+    return [storable(word) for word in shown] + ([f"... and {more} more"] if more else [])
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """`text` as UTF-8 can hold it: a byte of an argument that is none becomes `\\udcff`, say."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -141,6 +170,9 @@ def restart_policy(options: LaunchOptions) -> RestartPolicy:
         mode=options.restart,
         max_restarts=options.max_restarts,
         no_progress_limit=options.no_progress_limit,
+        no_requeue_exit_code=options.no_requeue_exit_code,
+        min_progress_iterations=options.min_progress_iterations,
+        bounds_progress=options.checkpoint_iteration_file is not None,
         identical_limit=options.identical_limit,
         backoff_first_s=options.backoff_first,
         backoff_max_s=options.backoff_max,
@@ -155,14 +187,15 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
     """
     return JobSpec(
         job_id=options.job_id,
-        cluster=_storable(options.cluster),
+        preferred_id=options.preferred_job_id,
+        cluster=storable(options.cluster),
         owner=owner,
-        rdzv_id=_storable(options.rdzv_id),
+        rdzv_id=storable(options.rdzv_id),
         resume=options.resume,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
         ranks_per_node=options.nproc_per_node,
-        role=_storable(options.role),
+        role=storable(options.role),
         command=shown_command(options),
         limits=options.limits,
         policy=restart_policy(options),
@@ -173,4 +206,5 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
         supervisor_grace_s=options.supervisor_grace,
         master_port=options.master_port,
         listen=listen,
+        endpoint=options.rdzv_endpoint,
     )

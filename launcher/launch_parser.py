@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rsup.launcher import device_count
 from rsup.launcher.command_line import CommandLine, read_command_line, read_environment
+from rsup.launcher.device_count import DeviceCounters, of_this_machine
 from rsup.launcher.ft_config_file import read_config_file
-from rsup.launcher.ft_options import FT_OPTIONS, check_accepted, read_limits, read_no_progress_limit
+from rsup.launcher.ft_options import FT_OPTIONS, asks_itself, check_accepted, read_limits, read_no_progress_limit, without_nulls
+from rsup.launcher.grace_options import GRACE_OPTIONS, read_deadline, read_signal_graces
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.nodes_options import (
     JOIN_KEY,
@@ -22,9 +23,17 @@ from rsup.launcher.nodes_options import (
     read_rdzv_backend,
     read_rdzv_conf,
 )
-from rsup.launcher.option_table import Option, OptionIndex
+from rsup.launcher.option_table import BadValue, CommandLineError, Option, OptionIndex
 from rsup.launcher.option_values import OptionValues
-from rsup.launcher.own_options import OWN_OPTIONS, read_backoff, read_job_id, read_supervisor
+from rsup.launcher.own_options import (
+    OWN_OPTIONS,
+    read_backoff,
+    read_job_id,
+    read_modules,
+    read_ranks_filter,
+    read_slurm_job_id,
+    read_supervisor,
+)
 from rsup.launcher.torchrun_options import (
     TORCHRUN_OPTIONS,
     read_filters,
@@ -36,7 +45,7 @@ from rsup.launcher.torchrun_options import (
 from rsup.supervisor import places
 from rsup.supervisor.wire import UsageError
 
-ALL_OPTIONS: Sequence[Option] = (*TORCHRUN_OPTIONS, *OWN_OPTIONS, *FT_OPTIONS)
+ALL_OPTIONS: Sequence[Option] = (*TORCHRUN_OPTIONS, *OWN_OPTIONS, *GRACE_OPTIONS, *FT_OPTIONS)
 
 DEFAULT_GRACE_S = 30.0
 
@@ -45,14 +54,21 @@ class HelpWanted(Exception):
     """`--help` stands left of the script."""
 
 
-def parse_launch(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> LaunchOptions:
-    """Options of one launch. Raise `UsageError` in one line for what is wrong, `HelpWanted` for `--help`."""
+def parse_launch(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ, count: DeviceCounters | None = None
+) -> LaunchOptions:
+    """Options of one launch; devices are counted without torch unless `count` does it.
+
+    Raise `UsageError` in one line for what is wrong (`CommandLineError`, `BadNodeRange` or `BadValue`), `HelpWanted` for
+    `--help`.
+    """
     index = OptionIndex(ALL_OPTIONS)
     line = read_command_line(argv, index)
     if line.wants_help:
         raise HelpWanted
     values = OptionValues(index, {**read_environment(environ, ALL_OPTIONS), **line.settings})
-    return read_options(_with_config_file(values), line, environ)
+    values = without_nulls(_with_config_file(values))
+    return read_options(values, line, environ, count or of_this_machine(environ, values.switch("virtual_local_rank")))
 
 
 def asks_for_debug(argv: Sequence[str]) -> bool:
@@ -63,12 +79,12 @@ def asks_for_debug(argv: Sequence[str]) -> bool:
         return "--debug" in argv
 
 
-def read_options(values: OptionValues, line: CommandLine, environ: Mapping[str, str]) -> LaunchOptions:
+def read_options(values: OptionValues, line: CommandLine, environ: Mapping[str, str], count: DeviceCounters) -> LaunchOptions:
     """Interpret every option, in four steps, so that a bad value is refused also where it would not matter."""
     if not line.command or not line.command[0]:
-        raise UsageError("no script given; write rsup launch [OPTIONS] SCRIPT [ARGUMENTS], or see rsup launch --help")
+        raise CommandLineError("no script given; write rsup launch [OPTIONS] SCRIPT [ARGUMENTS], or see rsup launch --help")
     options = _with_script(values, line)
-    options = _with_nodes(options, values, environ)
+    options = _with_nodes(options, values, environ, count)
     options = _with_output(options, values)
     options = _with_times(options, values, environ)
     options = _with_own(options, values, environ)
@@ -81,20 +97,24 @@ def _with_config_file(values: OptionValues) -> OptionValues:
     path = values.maybe_text("ft_cfg_path")
     if not path:
         return values
-    settings, notes = read_config_file(path, values.index, values.switch("ft_ignore_missing_cfg"))
+    settings, notes = read_config_file(path, values.index, values.switch("ft_ignore_missing_cfg") or asks_itself(values))
     return OptionValues(values.index, {**settings, **values.settings}, notes)
 
 
 def _with_script(values: OptionValues, line: CommandLine) -> LaunchOptions:
     module, no_python, run_path = values.switch("module"), values.switch("no_python"), values.switch("run_path")
     if module and (no_python or run_path):
-        raise UsageError(f"-m cannot go with --{'run-path' if run_path else 'no-python'}; leave one of them out")
+        raise BadValue(f"-m cannot go with --{'run-path' if run_path else 'no-python'}; leave one of them out")
+    pass_local_rank = values.switch("pass_local_rank") and not values.switch("use_env")
+    if pass_local_rank and no_python and not run_path:
+        raise BadValue("--no-python: a program that is no Python script gets no --local-rank; add --use-env")
     return LaunchOptions(
         training_script=line.command[0],
         training_script_args=line.command[1:],
         module=module,
         no_python=no_python,
         run_path=run_path,
+        pass_local_rank=pass_local_rank,
         start_method=values.text("start_method"),
         event_log_handler=values.text("event_log_handler"),
         role=values.text("role"),
@@ -103,24 +123,26 @@ def _with_script(values: OptionValues, line: CommandLine) -> LaunchOptions:
     )
 
 
-def _with_nodes(options: LaunchOptions, values: OptionValues, environ: Mapping[str, str]) -> LaunchOptions:
+def _with_nodes(
+    options: LaunchOptions, values: OptionValues, environ: Mapping[str, str], count: DeviceCounters
+) -> LaunchOptions:
     min_nodes, max_nodes = read_nnodes(values)
     standalone = values.switch("standalone")
     if standalone and max_nodes > 1:
         values.fail("nnodes", "--standalone is for one node; give --rdzv-endpoint HOST:PORT of the first node instead")
-    num_ranks = read_nproc_per_node(
-        values, lambda: device_count.count_gpus(environ), device_count.count_xpus, device_count.count_cpus
-    )
+    num_ranks = read_nproc_per_node(values, count)
     rdzv_conf = read_rdzv_conf(values)
     endpoint, master_port = read_meeting_point(values, max_nodes)
+    threads = _read_threads(values, environ, num_ranks, count)
     return replace(
         options,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc_per_node=num_ranks,
+        omp_num_threads=threads,
         standalone=standalone,
         rdzv_backend=read_rdzv_backend(values),
-        rdzv_id=values.text("rdzv_id") or "none",
+        rdzv_id="none" if standalone else values.text("rdzv_id") or "none",
         rdzv_conf=rdzv_conf,
         rdzv_endpoint=endpoint,
         master_addr=values.text("master_addr").strip("[]"),
@@ -140,6 +162,9 @@ def _with_output(options: LaunchOptions, values: OptionValues) -> LaunchOptions:
         redirects=read_streams(values, "redirects", num_ranks),
         tee=read_streams(values, "tee", num_ranks),
         local_ranks_filter=read_local_ranks_filter(values, num_ranks),
+        ranks_filter=read_ranks_filter(values),
+        log_prefix=values.maybe_text("log_prefix"),
+        log_format=values.text("log_format"),
         duplicate_stdout_filters=read_filters(values, "duplicate_stdout_filters"),
         duplicate_stderr_filters=read_filters(values, "duplicate_stderr_filters"),
         logs_specs=values.maybe_text("logs_specs"),
@@ -158,9 +183,15 @@ def _with_times(options: LaunchOptions, values: OptionValues, environ: Mapping[s
         signals_to_handle=read_signals(values),
         shutdown_timeout=shutdown_timeout,
         stop_grace=_seconds(values, grace, None, shutdown_timeout),
+        signal_graces=read_signal_graces(values),
+        deadline=read_deadline(values, environ),
+        deadline_margin=values.seconds("deadline_margin"),
         fence_timeout=values.maybe_seconds("fence_timeout", above=0),
         supervisor_grace=values.seconds("supervisor_grace"),
         no_progress_limit=read_no_progress_limit(values),
+        no_requeue_exit_code=values.integer("ft_no_restart_exit_code", at_least=1, at_most=255),
+        min_progress_iterations=values.integer("ft_min_progress_iterations"),
+        checkpoint_iteration_file=_path(values, "ft_checkpoint_iteration_file"),
         identical_limit=values.integer("identical_failures", at_least=1),
         backoff_first=backoff_first,
         backoff_max=backoff_max,
@@ -170,13 +201,14 @@ def _with_times(options: LaunchOptions, values: OptionValues, environ: Mapping[s
 
 
 def _with_own(options: LaunchOptions, values: OptionValues, environ: Mapping[str, str]) -> LaunchOptions:
-    job_id = read_job_id(values)
+    job_id, slurm_job_id = read_job_id(values), read_slurm_job_id(environ)
     requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     return replace(
         options,
         job_id=job_id,
-        cluster=(environ.get("SLURM_CLUSTER_NAME") if environ.get("SLURM_JOB_ID") else None) or "local",
-        resume=values.switch("resume") or (requeued and bool(job_id)),
+        preferred_job_id="" if job_id else slurm_job_id,
+        cluster=(environ.get("SLURM_CLUSTER_NAME") if slurm_job_id else None) or "local",
+        resume=values.switch("resume") or (requeued and bool(job_id or slurm_job_id)),
         restart=values.text("restart"),
         on_hang=values.text("on_hang"),
         state_dir=places.state_dir(values.maybe_text("state_dir")),
@@ -185,21 +217,33 @@ def _with_own(options: LaunchOptions, values: OptionValues, environ: Mapping[str
         require_supervisor=values.switch("require_supervisor"),
         require_key=values.switch("require_key"),
         key_file=_path(values, "key_file"),
+        preload=read_modules(values, "preload"),
+        no_standby=values.switch("no_standby"),
         debug=values.switch("debug"),
     )
 
 
 def _check_together(options: LaunchOptions) -> None:
-    if options.resume and not options.job_id:
-        raise UsageError("--resume: which job? Add --job-id")
+    if options.resume and not options.job_id and not options.preferred_job_id:
+        raise BadValue("--resume: which job? Add --job-id")
     if options.require_supervisor and not options.supervisor:
-        raise UsageError("--require-supervisor: which one? Add --supervisor HOST:PORT, or set RSUP_SUPERVISOR")
+        raise BadValue("--require-supervisor: which one? Add --supervisor HOST:PORT, or set RSUP_SUPERVISOR")
     if options.max_nodes == 1 or options.rdzv_endpoint:
         return
     if not options.supervisor:
-        raise UsageError(f"--nnodes {options.max_nodes}: where do they meet? Add --rdzv-endpoint HOST:PORT of the first node")
+        raise BadValue(f"--nnodes {options.max_nodes}: where do they meet? Add --rdzv-endpoint HOST:PORT of the first node")
     if options.rdzv_id == "none" and not options.job_id:
-        raise UsageError(f"--nnodes {options.max_nodes}: which agents belong together? Add --rdzv-id, alike on all nodes")
+        raise BadValue(f"--nnodes {options.max_nodes}: which agents belong together? Add --rdzv-id, alike on all nodes")
+
+
+def _read_threads(values: OptionValues, environ: Mapping[str, str], num_ranks: int, count: DeviceCounters) -> int | None:
+    """What `OMP_NUM_THREADS=auto` means: an equal share of the cores for each rank; None if it does not say `auto`."""
+    if environ.get("OMP_NUM_THREADS", "").strip().lower() != "auto":
+        return None
+    num_cpus = count.cpus()
+    threads = max(1, num_cpus // num_ranks)
+    values.notes.append(f"OMP_NUM_THREADS=auto is {threads}, of {num_cpus} cores for {num_ranks} rank{'s'[: num_ranks > 1]}")
+    return threads
 
 
 def _seconds(values: OptionValues, dest: str, otherwise: str | None, default: float) -> float:
@@ -214,7 +258,7 @@ def _read_shutdown_timeout(values: OptionValues, environ: Mapping[str, str]) -> 
         return values.seconds("shutdown_timeout" if values.given("shutdown_timeout") else "term_timeout")
     text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "").strip()
     if text and not text.isdecimal():
-        raise UsageError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}: must be a number of seconds; correct or unset it")
+        raise BadValue(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}: must be a number of seconds; correct or unset it")
     return float(text) if text else DEFAULT_GRACE_S
 
 

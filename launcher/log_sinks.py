@@ -21,10 +21,23 @@ LAST_MOMENT_S = 0.2
 LAST_WRITE_S = 1.0
 
 
-class Sink:
-    """One writer thread for one or several targets. `say` gets one line per target that fails; called from the thread."""
+def gap_line(lost_bytes: int) -> bytes:
+    """What stands where output is missing."""
+    return f"\n[rsup: {lost_bytes} bytes of output were lost here]\n".encode()
 
-    def __init__(self, name: str, patience_s: float, say: Callable[[str], None], buffer_bytes: int = BUFFER_BYTES) -> None:
+
+class Sink:
+    """One writer thread for one or several targets. `say` gets one line for each way of failing, also where it befalls many
+    files; called from the thread. `gap` makes the line that stands where bytes were lost, from their number."""
+
+    def __init__(
+        self,
+        name: str,
+        patience_s: float,
+        say: Callable[[str], None],
+        buffer_bytes: int = BUFFER_BYTES,
+        gap: Callable[[int], bytes] = gap_line,
+    ) -> None:
         self.name = name
         self.lost_bytes = 0
         self.progress_s = time.monotonic()
@@ -37,7 +50,9 @@ class Sink:
         self._changed = threading.Condition()
         self._stalled = False
         self._lost_while_stalled = 0
-        self._failed: set[str] = set()
+        self._lost_by: dict[Target, int] = {}
+        self._gap = gap
+        self._said: set[str] = set()
         self._closing = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name=f"log {name}", daemon=True)
         self._thread.start()
@@ -67,7 +82,7 @@ class Sink:
                 self._changed.wait(max(0.0, left_s))
             stalled = self._stalled
         if stalled:
-            self._say_once(target, f"{target.name} does not take any more output; what does not fit is dropped")
+            self._say_once(target.name, f"{target.name} does not take any more output; what does not fit is dropped")
 
     def flush(self, deadline: float) -> bool:
         """Wait until all is written; False if it is not by `deadline` (monotonic seconds), at once if the sink is stuck."""
@@ -135,12 +150,19 @@ class Sink:
 
     def _write(self, target: Target, data: bytes) -> None:
         view = memoryview(data)
+        if lost_bytes := self._lost_by.pop(target, 0):  # of earlier writes
+            view = memoryview(self._gap(lost_bytes) + data)
+            with self._changed:
+                self._queued_bytes += len(view) - len(data)
         while view and not self._abandoned:
             try:
                 size_bytes = target.write(view[:WRITE_BYTES])
             except OSError as error:
-                self._written(target, len(view), lost_bytes=len(view))
-                self._say_once(target, f"cannot write to {target.name}: {error.strerror}; output is lost, training goes on")
+                lost_now = min(len(view), len(data))
+                self._lost_by[target] = lost_bytes + lost_now
+                self._written(target, len(view), lost_now)
+                why = error.strerror
+                self._say_once(f"{why}", f"cannot write to {target.name}: {why}; output is lost, training goes on")
                 return
             view = view[size_bytes:]
             if size_bytes:
@@ -152,15 +174,15 @@ class Sink:
             self._queued_bytes -= size_bytes
             self.lost_bytes += lost_bytes
             if self._stalled and self._queued_bytes <= self._buffer_bytes // 2:
-                gap = f"\n[rsup: {self._lost_while_stalled} bytes of output were lost here]\n".encode()
+                gap = self._gap(self._lost_while_stalled)
                 self._stalled, self._lost_while_stalled = False, 0
                 self._queue.append((target, gap))
                 self._queued_bytes += len(gap)
             self._changed.notify_all()
 
-    def _say_once(self, target: Target, text: str) -> None:
-        if target.name not in self._failed:
-            self._failed.add(target.name)
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
             self._say(text)
 
 
@@ -211,12 +233,13 @@ class Console:
         """Nothing more is written."""
         self.sink.release(self._target)
 
-    def finish(self, owner: object) -> None:
-        """The owner writes no more: end its line, if one is open."""
+    def finish(self, owner: object, ends_line: bool = True) -> None:
+        """The owner writes no more: end its line, if one is open; without `ends_line` what looks open shows nothing."""
         with self._lock:
             if self._open is owner:
                 self._open = None
-                self.sink.put(self._target, b"\n", wait=False)
+                if ends_line:
+                    self.sink.put(self._target, b"\n", wait=False)
 
 
 def _split_newlines(data: bytes) -> list[bytes]:

@@ -41,7 +41,7 @@ class FileTarget:
     def write(self, data: memoryview) -> int:
         """Append."""
         if self._fd < 0:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         return os.write(self._fd, data)
 
     def close(self) -> None:

@@ -19,15 +19,18 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rsup.launcher.log_options import STREAMS, LogDirError, LogOptions, LogTree, parse_streams
-from rsup.launcher.log_sinks import Console, Sink
+from rsup.launcher.log_lines import OWN_STREAM, JsonLines
+from rsup.launcher.log_options import STREAMS, FileNames, LogDirError, LogOptions, LogTree, RankFiles, files_in, parse_streams
+from rsup.launcher.log_sinks import Console, Sink, gap_line
 from rsup.launcher.log_streams import PARTIAL_AFTER_S, RankStream
 from rsup.launcher.log_targets import POLL_S, console_target, same_file
+from rsup.launcher.terminal import KeptTerminals
+from rsup.supervisor import places
 
 __all__ = ["LogDirError", "LogOptions", "LogPump", "RankPipes", "parse_streams"]
 
@@ -48,7 +51,9 @@ class RankPipes:
     error_file: Path | None
     """For TORCHELASTIC_ERROR_FILE; None with `--log-dir /dev/null`, or where the directory could not be made."""
     passthrough: bool = False
-    """The rank writes to the terminal itself, so there is no tail of it."""
+    """The rank writes to the terminal itself, for want of a pseudo terminal: there is no tail of it."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What the rank's environment is to have besides."""
 
     def close_writer_ends(self) -> None:
         """Close our copies, so that the end of the rank is the end of the pipe. May be repeated."""
@@ -61,11 +66,20 @@ class LogPump:
     """The pump of one agent. Methods are thread-safe, and wait for ranks, disks and consoles only as far as they say."""
 
     def __init__(
-        self, options: LogOptions, num_local_ranks: int, *, stdout: TextIO | None = None, stderr: TextIO | None = None
+        self,
+        options: LogOptions,
+        num_local_ranks: int,
+        *,
+        names: FileNames | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
     ) -> None:
-        """Make the log directory and start the threads. `stdout`, `stderr`: default sys.stdout and sys.stderr as they are
-        now. Raise `LogDirError` naming the path if it cannot be written."""
+        """Make the log directory and start the threads. `names`: who chooses the files instead. `stdout`, `stderr`: default
+        sys.stdout and sys.stderr as they are now. Raise `LogDirError` naming the path if it cannot be written."""
         self._options = options
+        self._own = JsonLines(places.this_host(), OWN_STREAM) if options.as_json else None
+        self._names = names
+        self._named: Mapping[int, RankFiles] = {}
         self._tree = LogTree(options)
         self._passes_terminal = num_local_ranks == 1
         self._notes: list[str] = []
@@ -73,7 +87,10 @@ class LogPump:
         self._changed = threading.Condition()
         self._streams: set[RankStream] = set()
         self._newest: dict[tuple[int, str], RankStream] = {}
+        self._terminals = KeptTerminals() if self._passes_terminal else None
         self._orders: list[Callable[[], None]] = []
+        self._traced: set[int] = set()
+        self._without_files: set[int] = set()
         self._closing = False
         self._outputs = {"stdout": stdout or sys.stdout, "stderr": stderr or sys.stderr}
         self._files = Sink("files", FILE_PATIENCE_S, self._note)
@@ -84,6 +101,8 @@ class LogPump:
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="log pump", daemon=True)
         self._thread.start()
+        if self._tree.problem:
+            self._note(self._tree.problem)
 
     @property
     def run_dir(self) -> Path | None:
@@ -100,21 +119,44 @@ class LogPump:
         """Bytes that a full disk or a stuck console cost so far."""
         return sum(sink.lost_bytes for sink in self._sinks)
 
+    def choose_files(self, environments: Callable[[], Mapping[int, Mapping[str, str]]]) -> None:
+        """Before an attempt's ranks are opened: let `names` choose their files, by the ranks' environments. Raise what it
+        raises."""
+        self._named = self._names.files_of(environments(), self._options) if self._names is not None else {}
+
     def open_rank(self, attempt: int, local_rank: int, rank: int) -> RankPipes:
-        """Pipes for one rank of the attempt (1, 2, ...); or the terminal itself, for a stream of a single rank that is to be
-        shown there and nowhere else. A directory that cannot be made (any more) costs the files, with a note."""
-        folder = filtered = None
-        if self.run_dir is not None:
-            try:
-                folder, filtered = self._tree.rank_dir(attempt, local_rank), self._tree.attempt_dir(attempt)
-            except OSError as error:
-                self._note(f"cannot make a log directory in {self.run_dir}: {error.strerror}; rank {rank} has no log files")
-        terminals = [self._terminal_for(local_rank, rank, stream) for stream in STREAMS]
+        """Pipes for one rank of the attempt (1, 2, ...); or a terminal, for a stream of a single rank that is to be shown on
+        one and nowhere else. A directory that cannot be made (any more) costs the files, with a note."""
+        files = self._named.get(local_rank) or files_in(
+            self._folder(attempt, local_rank, rank), {s: self._options.place(local_rank, rank, s, attempt) for s in STREAMS}
+        )
+        terminals = [self._terminal_for(files, stream) for stream in STREAMS]
+        if self._terminals is not None:
+            self._terminals.end_rank()  # of the attempt before
         fds = [
-            self._open_stream(attempt, local_rank, rank, stream, folder, filtered) if terminal is None else os.dup(terminal)
+            self._open_stream(attempt, local_rank, stream, files)
+            if terminal is None
+            else self._open_terminal(attempt, local_rank, stream, files, terminal)
             for stream, terminal in zip(STREAMS, terminals, strict=True)
         ]
-        return RankPipes(fds[0], fds[1], folder and folder / "error.json", passthrough=terminals != [None, None])
+        passthrough = terminals != [None, None] and not self._terminals
+        return RankPipes(fds[0], fds[1], files.error_file, passthrough, files.environment)
+
+    def resize(self) -> bool:
+        """The terminal has another size: let the rank's have it too. False if no rank has one."""
+        return self._terminals is not None and self._terminals.copy_size()
+
+    def _folder(self, attempt: int, local_rank: int, rank: int) -> Path | None:
+        if self.run_dir is None:
+            return None
+        try:
+            return self._tree.rank_dir(attempt, local_rank)
+        except OSError as error:
+            text = f"cannot make a log directory in {self.run_dir}: {error.strerror}; rank {rank} and others have no log files"
+            if attempt not in self._without_files:
+                self._note(text)
+            self._without_files.add(attempt)
+            return None
 
     def tail(self, local_rank: int, stream: str = "stderr") -> str:
         """The last 40 lines, at most 16 KiB, of `stdout` or `stderr` of that local rank in its newest attempt. Whatever a
@@ -124,6 +166,10 @@ class LogPump:
             return ""
         self._order(lambda: newest.read_all(time.monotonic()), READ_WITHIN_S)
         return newest.tail_text()
+
+    def is_mixed(self, local_rank: int) -> bool:
+        """Whether `tail` has both streams of that rank in one: they are shown on one terminal."""
+        return self._newest.get((local_rank, "stdout")) is self._newest.get((local_rank, "stderr"), self)
 
     def settle(self, local_rank: int, within_s: float) -> bool:
         """Wait until what an ended rank printed has been read, so that `tail` has its last lines. False if somebody else
@@ -140,8 +186,16 @@ class LogPump:
             ended = self._changed.wait_for(lambda: not self._of(attempt), within_s)
         if not ended:
             self._order(lambda: self._end_all(self._of(attempt)), LAST_FLUSH_S)
+        self._note_traces(attempt)
         flush_by = max(deadline, time.monotonic() + LAST_FLUSH_S)
         return all([sink.flush(flush_by) for sink in self._sinks]) and ended
+
+    def _note_traces(self, attempt: int) -> None:
+        traces = self._tree.traces(attempt)
+        if traces and attempt not in self._traced:
+            self._traced.add(attempt)
+            some = f"{traces[0]}" if len(traces) == 1 else f"{len(traces)} ranks: {traces[0]} and so on"
+            self._note(f"the flight recorder's trace of attempt {attempt}, of {some}")
 
     def say(self, text: str) -> None:
         """Print lines of our own to stderr, never in the middle of a rank's line."""
@@ -172,6 +226,8 @@ class LogPump:
             return bool(told)
 
         self._end_streams(patience_s, give_up)
+        if self._terminals is not None:
+            self._terminals.end_rank()
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(READ_WITHIN_S)
@@ -212,8 +268,13 @@ class LogPump:
             assert console is not None
             console.put(self, self._encoded(f"rsup: {text}"), wait=False)
 
+    def _gap(self, lost_bytes: int) -> bytes:
+        return gap_line(lost_bytes) if self._own is None else self._own.render_text(gap_line(lost_bytes).decode().strip())
+
     def _encoded(self, text: str) -> bytes:
-        """A line for stderr; what its encoding cannot hold is escaped."""
+        """A line for stderr, or all of a report in one object; what its encoding cannot hold is escaped."""
+        if self._own is not None:
+            return self._own.render_text(text.strip("\n"))
         encoding = getattr(self._outputs["stderr"], "encoding", None) or "utf-8"
         return text.rstrip("\n").encode(encoding, "backslashreplace") + b"\n"
 
@@ -229,42 +290,61 @@ class LogPump:
             if target is None:
                 consoles[stream] = None
                 continue
-            sink = Sink(stream, CONSOLE_PATIENCE_S, self._note)
+            sink = Sink(stream, CONSOLE_PATIENCE_S, self._note, gap=self._gap)
             self._sinks.append(sink)
             consoles[stream] = Console(sink, target)
         return consoles
 
-    def _terminal_for(self, local_rank: int, rank: int, stream: str) -> int | None:
+    def _terminal_for(self, files: RankFiles, stream: str) -> int | None:
         """The descriptor to pass through, where the only rank's stream is shown on a terminal and nowhere else."""
-        place = self._options.place(local_rank, rank, stream)
-        if not self._passes_terminal or place.to_file or place.prefix or not place.to_console:
+        place = files.places[stream]
+        if not self._passes_terminal or place.to_file or place.prefix or place.json or not place.to_console:
             return None
         with contextlib.suppress(OSError, ValueError, AttributeError):
             fd = self._outputs[stream].fileno()
             return fd if os.isatty(fd) else None
         return None
 
-    def _open_stream(
-        self, attempt: int, local_rank: int, rank: int, name: str, folder: Path | None, filtered: Path | None
-    ) -> int:
+    def _open_terminal(self, attempt: int, local_rank: int, name: str, files: RankFiles, fd: int) -> int:
+        """A pseudo terminal before `fd`, one for both streams if they are shown on one: what a rank prints stays in order.
+        Where there is none to be had, the terminal itself, which leaves no tail."""
+        assert self._terminals is not None
+        console = self._consoles[name]
+        try:
+            terminal = self._terminals.open(fd, console)
+        except OSError:
+            return os.dup(fd)
+        if terminal is None:
+            self._newest[local_rank, name] = self._newest[local_rank, STREAMS[0]]
+            return os.dup(self._terminals.writer(console))
+        self._add_stream(attempt, local_rank, name, files, terminal.reader, is_terminal=True)
+        return terminal.writer
+
+    def _open_stream(self, attempt: int, local_rank: int, name: str, files: RankFiles) -> int:
         reader, writer = os.pipe()
         with contextlib.suppress(OSError):  # over the user's share of pipe memory: 64 KiB do
             fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(reader, False)
+        self._add_stream(attempt, local_rank, name, files, reader)
+        return writer
+
+    def _add_stream(
+        self, attempt: int, local_rank: int, name: str, files: RankFiles, reader: int, is_terminal: bool = False
+    ) -> None:
         stream = RankStream(
             attempt,
             reader,
-            self._options.place(local_rank, rank, name),
+            files.places[name],
             self._files,
             self._consoles[name],
-            folder and folder / f"{name}.log",
-            filtered and filtered / f"filtered_{name}.log",
+            files.files[name],
+            files.filtered[name],
+            is_terminal,
         )
         with self._changed:
             self._streams.add(stream)
             self._newest[local_rank, name] = stream
         self._order(lambda: self._selector.register(reader, selectors.EVENT_READ, stream), 0.0)
-        return writer
 
     def _of(self, attempt: int) -> list[RankStream]:
         return [stream for stream in self._streams if stream.attempt == attempt]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from rsup.launcher.option_table import did_you_mean
+from rsup.launcher.option_table import BadNodeRange, BadValue, did_you_mean
 from rsup.launcher.option_values import OptionValues
 from rsup.supervisor import places
 from rsup.supervisor.wire import UsageError
@@ -30,7 +30,8 @@ def read_nnodes(values: OptionValues) -> tuple[int, int]:
     """Smallest and largest number of nodes."""
     parts = values.text("nnodes").split(":")
     if len(parts) > 2 or not all(re.fullmatch(r"\s*\d+\s*", part) for part in parts):
-        values.fail("nnodes", "must be a number of nodes or MIN:MAX, like 2 or 2:4")
+        kind = BadNodeRange if len(parts) > 2 else BadValue
+        values.fail("nnodes", "must be a number of nodes or MIN:MAX, like 2 or 2:4", kind)
     smallest, largest = int(parts[0]), int(parts[-1])
     if smallest < 1:
         values.fail("nnodes", "must be at least 1")

@@ -16,6 +16,18 @@ HANG_LIMITS = "Hang limits and other options of ft_launcher"
 NO_EFFECT = "Options of ft_launcher without effect"
 
 
+class CommandLineError(UsageError):
+    """What torchrun's parser exits with 2 for: an unknown option, a missing value, a word for a number."""
+
+
+class BadValue(UsageError, ValueError):
+    """A value that makes no sense, by itself or with others."""
+
+
+class BadNodeRange(UsageError, RuntimeError):
+    """`--nnodes` with three parts; torchrun's error is a RuntimeError too."""
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of `rsup launch`. All values are text here, as typed; `OptionValues` gives them their types."""
@@ -75,7 +87,7 @@ class OptionIndex:
         return self.by_flag.get(bare(flag))
 
     def find(self, flag: str) -> Option:
-        """The option that `flag` names or abbreviates. Raise `UsageError` if there is none, or more than one."""
+        """The option that `flag` names or abbreviates. Raise `CommandLineError` if there is none, or more than one."""
         found = self.exact(flag)
         if found is not None:
             return found
@@ -84,8 +96,8 @@ class OptionIndex:
             return matches[0]
         if matches:
             names = " or ".join(option.flag for option in matches)
-            raise UsageError(f"ambiguous option {flag}: {names}? Write it out")
-        raise UsageError(f"unknown option {flag}{self._suggestion(flag)}; options of the script go after the script")
+            raise CommandLineError(f"ambiguous option {flag}: {names}? Write it out")
+        raise CommandLineError(f"unknown option {flag}{self._suggestion(flag)}; options of the script go after the script")
 
     def _abbreviated(self, flag: str, group: str | None) -> list[Option]:
         if not flag.startswith("--") or len(flag) < 3:

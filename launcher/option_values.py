@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rsup.launcher.command_line import FALSE_WORDS, TRUE_WORDS, Setting
-from rsup.launcher.option_table import Option, OptionIndex, did_you_mean
+from rsup.launcher.option_table import BadValue, CommandLineError, Option, OptionIndex, did_you_mean
 from rsup.supervisor.wire import UsageError
 
 LARGEST_INTEGER = 2**31 - 1
@@ -31,10 +31,16 @@ class OptionValues:
         """Whether the user gave it, rather than the default."""
         return self.option(dest).dest in self.settings
 
-    def fail(self, dest: str, why: str) -> NoReturn:
+    def fail(self, dest: str, why: str, kind: type[UsageError] = BadValue) -> NoReturn:
         """Refuse the option's value: `why` says what is wrong and what to do."""
         setting = self.settings.get(dest)
-        raise UsageError(f"{setting.source if setting else self.option(dest).flag}: {why}")
+        if setting and ("$(" in setting.text or "${" in setting.text):
+            why += f"; nothing has filled in the variable in {setting.text}"
+        raise kind(f"{setting.source if setting else self.option(dest).flag}: {why}")
+
+    def _misread(self, dest: str, why: str) -> NoReturn:
+        """Refuse what is not even of the option's type."""
+        self.fail(dest, why, CommandLineError)
 
     def maybe_text(self, dest: str) -> str | None:
         """The text, checked against the option's choices; None if it is unset."""
@@ -42,7 +48,7 @@ class OptionValues:
         value = setting.text if setting else self.option(dest).default
         choices = self.option(dest).choices
         if value is not None and choices and value not in choices:
-            self.fail(dest, f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}")
+            self._misread(dest, f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}")
         return value
 
     def text(self, dest: str) -> str:
@@ -53,7 +59,7 @@ class OptionValues:
     def switch(self, dest: str) -> bool:
         value = self.text(dest).strip().lower()
         if value not in TRUE_WORDS + FALSE_WORDS:
-            self.fail(dest, "must be 1 or 0, true or false")
+            self._misread(dest, "must be 1 or 0, true or false")
         return value in TRUE_WORDS
 
     def integer(self, dest: str, at_least: int = 0, at_most: int = LARGEST_INTEGER, hint: str = "") -> int:
@@ -61,7 +67,7 @@ class OptionValues:
         try:
             value = int(self.text(dest))
         except ValueError:
-            self.fail(dest, "must be a whole number")
+            self._misread(dest, "must be a whole number")
         if not at_least <= value <= at_most:
             self.fail(dest, (f"must be at least {at_least}" if value < at_least else f"must be at most {at_most}") + hint)
         return value
@@ -84,7 +90,7 @@ class OptionValues:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            self.fail(dest, f"{text!r} is not a number" if text != self.maybe_text(dest) else "must be a number")
+            self._misread(dest, f"{text!r} is not a number" if text != self.maybe_text(dest) else "must be a number")
         if above is not None and value <= above:
             self.fail(dest, f"must be more than {above:g}")
         if value < at_least:

@@ -28,11 +28,18 @@ _ENDING = """\
 | variable | meaning |
 |---|---|
 | `PYTHON_EXEC` | Interpreter of the ranks instead of the launcher's own. |
+| `OMP_NUM_THREADS` | Threads of each rank. Unset: 1, where a node has several. `auto`: an equal share of the node's cores. |
+| `TORCHELASTIC_ERROR_FILE` | Of the launcher: receives the first failing rank's error file, or why the launch was refused. |
+| `TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE` | Prefix of `--tee` lines, with `${role_name}`, `${rank}`, `${local_rank}`. |
+| `TORCHELASTIC_ENABLE_FILE_TIMER` | `1`: serve torch's file timers, at `TORCHELASTIC_TIMER_FILE` if that is set. |
+| `TORCHELASTIC_HEALTH_CHECK_PORT` | Without effect: the supervisor answers over REST. |
+| `LOGLEVEL` | Goes to the ranks; what the launcher says does not depend on it. |
 | `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` | Default of `--shutdown-timeout`. |
 | `XDG_RUNTIME_DIR` | Sockets, spools and heartbeat boards live in `rsup` below it; else in `/tmp/rsup-UID`. |
 | `CUDA_VISIBLE_DEVICES` | GPUs that `--nproc-per-node gpu` counts, and that the ranks see. |
+| `SLURM_JOB_ID` | Default of `--job-id`; a second launch beside the first gets a generated one. |
 | `SLURM_NODEID` | Default of `--node-rank` in a step with one task on each node. |
-| `SLURM_RESTART_COUNT` | More than 0: as `--resume` for a job with `--job-id`. |
+| `SLURM_RESTART_COUNT` | More than 0: as `--resume`. |
 """
 
 

@@ -1,6 +1,6 @@
 """rsup's own options: the table, and the few values that need more than a type."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rsup.launcher.option_table import Option
 from rsup.launcher.option_values import OptionValues
@@ -10,14 +10,26 @@ from rsup.supervisor.wire import UsageError
 OWN_OPTIONS: Sequence[Option] = (
     Option(
         ("--job-id",),
-        shown_default="generated",
+        shown_default="`SLURM_JOB_ID` unless a live job has it, else generated",
         meaning="Name of the job: letters, digits, `.`, `_` and `-`. A live one is refused, an ended one starts its next run.",
     ),
     Option(
         ("--resume",),
         is_switch=True,
         default="0",
-        meaning="Continue the last run of `--job-id` instead of starting its next one.",
+        meaning="Continue the last run of the job with this id instead of starting its next one.",
+    ),
+    Option(
+        ("--pass-local-rank",),
+        is_switch=True,
+        default="0",
+        meaning="Put `--local-rank=N` in front of the script's arguments, as `python -m torch.distributed.launch` does.",
+    ),
+    Option(
+        ("--use-env",),
+        is_switch=True,
+        default="0",
+        meaning="Overrules `--pass-local-rank`; accepted for the sake of `torch.distributed.launch --use-env`.",
     ),
     Option(
         ("--restart",),
@@ -98,8 +110,52 @@ OWN_OPTIONS: Sequence[Option] = (
         shown_default="in the state directory",
         meaning="File that receives the job's true exit code and whose it was, as JSON.",
     ),
+    Option(
+        ("--preload",),
+        joins=True,
+        shown_default="none",
+        meaning="`MODULE,...`: further modules that warm standbys import ahead, after torch; list `torch` to fix the order.",
+    ),
+    Option(
+        ("--no-standby",), is_switch=True, default="0", meaning="Keep no warm standbys: a restart imports everything again."
+    ),
+    Option(
+        ("--log-prefix",),
+        env="RSUP_LOG_PREFIX",
+        shown_default="torchrun's, for `--tee` alone",
+        meaning="Text in front of each line on the console, `'[${host}:${rank}] '` say; knows `${rank}`, `${local_rank}`,"
+        " `${role_name}`, `${host}`, `${attempt}` and `${stream}`.",
+    ),
+    Option(
+        ("--log-format",),
+        env="RSUP_LOG_FORMAT",
+        default="text",
+        choices=("text", "json"),
+        meaning="`json`: each line on the console is an object with `time`, `host`, `rank`, `local_rank`, `attempt`, `stream`"
+        " and `text`. Log files stay as printed.",
+    ),
+    Option(
+        ("--ranks-filter",),
+        env="RSUP_RANKS_FILTER",
+        default="",
+        meaning="Ranks of the job whose output reaches the console, `0,8-15`; empty: all. `--local-ranks-filter` counts too.",
+    ),
     Option(("--debug",), is_switch=True, default="0", env="RSUP_DEBUG", meaning="Show tracebacks and what the launcher does."),
 )
+
+
+def read_ranks_filter(values: OptionValues) -> frozenset[int] | None:
+    """Ranks of the job whose output reaches the console; None: all."""
+    ranks: set[int] = set()
+    text = values.text("ranks_filter").strip()
+    for part in text.split(",") if text else ():
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(first) > 7 or len(last) > 7:
+            values.fail("ranks_filter", "must be ranks separated by commas, like 0,1 or 0-3")
+        if dash and int(last) < int(first):
+            values.fail("ranks_filter", f"{first}-{last}: the smaller rank comes first; write {last}-{first}")
+        ranks.update(range(int(first), int(last or first) + 1))
+    return frozenset(ranks) if text else None
 
 
 def read_backoff(values: OptionValues) -> tuple[float, float]:
@@ -119,6 +175,20 @@ def read_job_id(values: OptionValues) -> str:
     if job_id and not (allowed.isascii() and allowed.isalnum() and job_id[0].isalnum() and len(job_id) <= 100):
         values.fail("job_id", "must be at most 100 letters, digits, `.`, `_` or `-`, and begin with a letter or digit")
     return job_id
+
+
+def read_slurm_job_id(environ: Mapping[str, str]) -> str:
+    """The number of the SLURM job that this launch is in; empty outside of one."""
+    number = environ.get("SLURM_JOB_ID", "")
+    return number if number.isascii() and number.isdecimal() else ""
+
+
+def read_modules(values: OptionValues, dest: str) -> tuple[str, ...]:
+    """Names of modules separated by commas."""
+    names = tuple(name.strip() for name in (values.maybe_text(dest) or "").split(",") if name.strip())
+    if wrong := next((name for name in names if not all(part.isidentifier() for part in name.split("."))), None):
+        values.fail(dest, f"{wrong!r} is no name of a module")
+    return names
 
 
 def read_supervisor(values: OptionValues) -> str:

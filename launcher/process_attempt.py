@@ -33,9 +33,13 @@ def spawn(turn: Turn, command: wire.StartAttempt) -> None:
         why_stopped="",
         limits=command.limits,
         stop=None,
+        held_stop=None,
+        stacks_asked=False,
+        stood_in=(),
         reap_at=None,
         said_stuck=False,
         requests=(),
+        asked_to_leave=False,
         next_start=None,
         failed_at=None,
         say_waiting_at=None,
@@ -67,7 +71,7 @@ def spawned(turn: Turn, event: RanksSpawned) -> None:
         return
     pids = event.pids
     turn.set(ranks=tuple(replace(rank, pid=pids[i]) for i, rank in enumerate(turn.state.ranks)))
-    turn.fact(wire.AttemptStarted(turn.now.wall_us, event.attempt, list(pids)))
+    turn.fact(wire.AttemptStarted(turn.now.wall_us, event.attempt, list(pids), list(event.devices), list(event.cpus)))
     stop = turn.state.stop
     if stop and stop.killed_at is not None:
         signal_ranks(turn, turn.state.alive, signal.SIGKILL, stop.why, whole_session=True)
@@ -113,6 +117,8 @@ def rank_died(turn: Turn, event: RankDied) -> None:
         declared=rank.declared,
         declared_reason=rank.declared_reason,
         saved=rank.saved,
+        rejected=list(event.rejected),
+        killer=event.killer if not rank.signalled else "",
     )
     turn.fact(fact)
     turn.set(exits=(*turn.state.exits, fact))

@@ -4,8 +4,10 @@ from msgspec.structs import replace
 
 from rsup.launcher.process_ending import HAS_PROCESSES, end_after_ranks, finish, kill_ranks, signal_ending
 from rsup.launcher.process_events import NameSurvivors, PrintReport, Tick
-from rsup.launcher.process_state import AgentState, Ending, Gap, Phase
+from rsup.launcher.process_stacks import look_at_stacks
+from rsup.launcher.process_state import AgentState, Ending, Gap, Phase, Settings
 from rsup.launcher.process_turn import Turn
+from rsup.launcher.scheduler_deadline import is_over
 from rsup.supervisor import wire
 
 SUSPENDED_AFTER_S = 1.0
@@ -27,6 +29,7 @@ MAX_GAPS = 64
 def tick(turn: Turn, event: Tick) -> None:
     """Do what time alone asks for."""
     _account_for_suspension(turn)
+    look_at_stacks(turn)
     _kill_when_due(turn)
     _give_up_when_stuck(turn)
     fence_when_due(turn)
@@ -155,15 +158,30 @@ def _leave_when_due(turn: Turn) -> None:
             finish(turn, signal_ending(turn, state.signum))
     elif not state.joined:
         if silent_s >= settings.join_timeout_s:
-            message = f"rsup: no supervisor answered within {settings.join_timeout_s:g} s; is its address right?"
+            message = f"rsup: {_unanswered(settings)}"
             finish(turn, Ending(wire.JobResult(1, message[6:], node=settings.node), message))
     elif _succeeded_here(state) and silent_s >= min(SUCCEEDED_LEAVE_S, settings.supervisor_grace_s):
         reason = "all ranks exited 0; the supervisor could not be told"
         finish(turn, Ending(wire.JobResult(0, reason, attempts=state.attempt, node=settings.node), f"rsup: {reason}"))
-    elif _decision_is_due(state) and _waited_s(state, now_s) >= settings.supervisor_grace_s:
-        reason = f"a decision was due and the supervisor was not heard for {settings.supervisor_grace_s:g} s"
+    elif _decision_is_due(state) and (_waited_s(state, now_s) >= settings.supervisor_grace_s or _scheduler_ends_us(turn)):
+        reason = f"a decision was due and the supervisor was not heard for {_waited_s(state, now_s):.0f} s"
         result = wire.JobResult(wire.EXIT_REQUEUE, reason, attempts=max(1, state.attempt), node=settings.node)
         end_after_ranks(turn, Ending(result, f"rsup: {reason}; exit 88: please requeue"), settings.stop_grace_s, reason)
+
+
+def _scheduler_ends_us(turn: Turn) -> bool:
+    """Whether nothing has been heard for a while and the scheduler's end is too near to wait on."""
+    settings, silent_s = turn.state.settings, turn.now.mono_s - turn.state.contact_at
+    return silent_s >= SAY_WAITING_AFTER_S and is_over(settings.end_s, turn.now.wall_us / 1e6, settings.deadline_margin_s)
+
+
+def _unanswered(settings: Settings) -> str:
+    if not settings.meeting:
+        return f"the supervisor of this launch did not answer within {settings.join_timeout_s:g} s; see rsup doctor"
+    return (
+        f"no supervisor answered at {settings.meeting} within {settings.join_timeout_s:g} s (--join-timeout); "
+        "is the first node up, and is that its address?"
+    )
 
 
 def _succeeded_here(state: AgentState) -> bool:

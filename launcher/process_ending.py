@@ -4,6 +4,7 @@ import signal
 
 from msgspec.structs import replace
 
+from rsup.launcher.failure_report import signal_name
 from rsup.launcher.process_events import (
     Exit,
     ObserveSections,
@@ -14,6 +15,7 @@ from rsup.launcher.process_events import (
 )
 from rsup.launcher.process_state import Ending, Phase, Stop
 from rsup.launcher.process_turn import Turn
+from rsup.launcher.scheduler_deadline import fitted_grace
 from rsup.supervisor import wire
 
 HAS_PROCESSES = (Phase.RUNNING, Phase.STOPPING)
@@ -33,13 +35,24 @@ def stop_ranks(turn: Turn, why: str, grace_s: float, signum: int = signal.SIGTER
     now_s, before = turn.now.mono_s, turn.state.stop
     if before and before.killed_at is not None:
         return
-    kill_at = now_s + grace_s
+    kill_at = now_s + _fitted(turn, grace_s)
     if before and before.kill_at is not None:
         kill_at = min(kill_at, before.kill_at)
-    turn.set(phase=Phase.STOPPING, stop=Stop(before.why if before else why, signum, kill_at))
+    since = before.since if before else now_s
+    turn.set(phase=Phase.STOPPING, stop=Stop(before.why if before else why, signum, kill_at, since=since))
     to_signal = tuple(i for i in turn.state.alive if i not in spare and not turn.state.ranks[i].signalled)
     _mark(turn, spare, why)
     signal_ranks(turn, to_signal, signum, why)
+
+
+def _fitted(turn: Turn, grace_s: float) -> float:
+    """What of the grace fits into the time that the scheduler leaves; said where it is less."""
+    settings = turn.state.settings
+    fitted = fitted_grace(grace_s, settings.end_s, turn.now.wall_us / 1e6, settings.deadline_margin_s)
+    if fitted.why and not turn.state.stop:
+        turn.note("warning", fitted.why)
+        turn.do(PrintReport(f"rsup: {fitted.why}"))
+    return fitted.grace_s
 
 
 def kill_ranks(turn: Turn, why: str) -> None:
@@ -76,7 +89,7 @@ def hurry_ranks(turn: Turn, signum: int, why: str) -> None:
 def shorten_reaping(turn: Turn, why: str) -> None:
     """The attempt has failed elsewhere, so a restart waits for what our ranks left behind."""
     reap_at = turn.state.reap_at
-    if reap_at is not None and not turn.state.signum:
+    if reap_at is not None and not turn.state.told_to_leave:
         _reap_until(turn, min(reap_at, turn.now.mono_s + REAP_GRACE_S), why)
 
 
@@ -105,7 +118,7 @@ def reap(turn: Turn, why: str) -> None:
     grace_s = REAP_GRACE_S
     if stop and stop.killed_at is not None:
         grace_s = 0.0
-    elif stop and stop.kill_at is not None and turn.state.signum:
+    elif stop and stop.kill_at is not None and turn.state.told_to_leave:
         grace_s = max(0.0, stop.kill_at - turn.now.mono_s)
     elif state.ranks and not state.why_stopped and all(rank.exit_code == 0 for rank in state.ranks):
         grace_s = SUCCEEDED_REAP_GRACE_S
@@ -132,5 +145,5 @@ def finish(turn: Turn, ending: Ending) -> None:
 
 
 def signal_ending(turn: Turn, signum: int) -> Ending:
-    reason = f"told to stop by {signal.Signals(signum).name}"
+    reason = f"told to stop by {signal_name(signum)}"
     return Ending(wire.JobResult(128 + signum, reason, attempts=turn.state.attempt, node=turn.state.settings.node))

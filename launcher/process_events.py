@@ -50,6 +50,9 @@ class RanksSpawned(Struct, frozen=True):
 
     attempt: int
     pids: tuple[int, ...]
+    devices: tuple[str, ...] = ()
+    cpus: tuple[str, ...] = ()
+    """What each was given, as in `wire.AttemptStarted`."""
 
 
 class SpawnFailure(Struct, frozen=True):
@@ -72,6 +75,8 @@ class RankDied(Struct, frozen=True):
     error: str = ""
     traceback: str = ""
     log_tail: str = ""
+    rejected: tuple[wire.RejectedResult, ...] = ()
+    killer: str = ""
 
 
 class AllReaped(Struct, frozen=True):
@@ -120,6 +125,8 @@ class Noticed(Struct, frozen=True):
     level: str
     text: str
     rank: int | None = None
+    num_standbys: int | None = None
+    standby_bytes: int = 0
 
 
 class SurvivorsNamed(Struct, frozen=True):

@@ -20,14 +20,13 @@ and in sequence; orders of an older epoch are dropped and counted. What the agen
 function.
 """
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from rsup.launcher import process_requests
-from rsup.launcher.failure_report import failure_report
+from rsup.launcher.failure_report import failure_report, signal_name
 from rsup.launcher.process_attempt import (
     rank_died,
     reaped,
@@ -59,7 +58,6 @@ from rsup.launcher.process_events import (
     Action,
     AllReaped,
     BindStore,
-    CollectStacks,
     Event,
     Moment,
     Noticed,
@@ -82,6 +80,7 @@ from rsup.launcher.process_events import (
     Tick,
     Welcomed,
 )
+from rsup.launcher.process_stacks import stacks_ready, stop_after_stacks, take_stacks
 from rsup.launcher.process_state import AgentState, Ending, Phase, Settings
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
@@ -172,7 +171,7 @@ def _host_store(turn: Turn, command: wire.HostStore) -> None:
 def _start_attempt(turn: Turn, command: wire.StartAttempt) -> None:
     turn.set(epoch=max(turn.state.epoch, command.epoch))
     if turn.state.signum:  # the order crossed our news of the signal: nothing new is started for a user who said stop
-        name = signal.Signals(turn.state.signum).name
+        name = signal_name(turn.state.signum)
         turn.fact(wire.StartFailed(turn.now.wall_us, command.attempt, f"the launcher received {name}", 128 + turn.state.signum))
         turn.fact(wire.RanksGone(turn.now.wall_us, command.attempt))
     elif turn.state.phase in HAS_PROCESSES:
@@ -190,20 +189,14 @@ def _stop_attempt(turn: Turn, command: wire.StopAttempt) -> None:
             say_waiting_later(turn)
     if state.phase in HAS_PROCESSES and command.attempt == state.attempt:
         shorten_reaping(turn, command.reason)
-        stop_ranks(turn, command.reason, command.grace_s)
+        if not stop_after_stacks(turn, command):
+            stop_ranks(turn, command.reason, command.grace_s)
         return
     if state.next_start and command.attempt == state.next_start.attempt:
         turn.set(next_start=None)
     elif state.phase is Phase.HOSTING:
         turn.set(phase=Phase.GONE)
     turn.fact(wire.RanksGone(turn.now.wall_us, command.attempt))
-
-
-def _take_stacks(turn: Turn, command: wire.TakeStacks) -> None:
-    if turn.state.phase in HAS_PROCESSES and command.attempt == turn.state.attempt and turn.state.alive:
-        turn.do(CollectStacks(command.attempt, command.within_s, command.reason))
-    else:
-        turn.fact(wire.StacksTaken(turn.now.wall_us, command.attempt, []))
 
 
 def _save_checkpoint(turn: Turn, command: wire.SaveCheckpoint) -> None:
@@ -218,6 +211,7 @@ def _stop_training(turn: Turn, command: wire.StopTraining) -> None:
             stop_ranks(turn, command.reason, command.grace_s)
         turn.fact(wire.RequestDone(turn.now.wall_us, command.request_id, True, "no ranks to ask: they are stopping or gone"))
         return
+    turn.set(asked_to_leave=True)
     asked = process_requests.ask_to_leave(turn, command)
     stop_ranks(turn, command.reason, command.grace_s, spare=asked)
 
@@ -238,11 +232,12 @@ def _end_job(turn: Turn, command: wire.EndJob) -> None:
     result, report, state = command.result, command.report, turn.state
     turn.set(told=True)
     if result.exit_code and any(fact.exit_code and not fact.by_us for fact in state.exits):
-        report = failure_report(state.job_id, state.exits, reason=result.reason)  # it was here: we have the last log lines
+        # it was here: we have the last log lines
+        report = failure_report(state.job_id, state.exits, reason=result.reason, rank=result.rank, stood_in=state.stood_in)
     if report and result.exit_code == wire.EXIT_NO_REQUEUE and "identical failures" in result.reason:
         report += "\nrsup: exit 93, do not requeue as it is: equal failures end a job, --identical-failures N says how many"
-    if result.exit_code == 0 and state.phase is Phase.STOPPING and not state.alive:
-        turn.set(ending=Ending(result, report), next_start=None)  # after what its ranks left behind: that has some seconds
+    if (result.exit_code == 0 or state.told_to_leave) and state.phase is Phase.STOPPING and not state.alive:
+        turn.set(ending=Ending(result, report), next_start=None)  # after what its ranks left behind: that has some time
     else:
         end_after_ranks(turn, Ending(result, report), grace_s=0.0, why=command.reason)
 
@@ -261,12 +256,12 @@ def _sections_read(turn: Turn, event: SectionsRead) -> None:
         turn.fact(event.fact)
 
 
-def _stacks_ready(turn: Turn, event: StacksReady) -> None:
-    turn.fact(wire.StacksTaken(turn.now.wall_us, event.attempt, list(event.stacks)))
-
-
 def _noticed(turn: Turn, event: Noticed) -> None:
-    turn.note(event.level, event.text, event.rank)
+    if event.num_standbys is None:
+        turn.note(event.level, event.text, event.rank)
+        return
+    told = (event.num_standbys, event.standby_bytes)
+    turn.fact(wire.Note(turn.now.wall_us, event.level, event.text, event.rank, *told))
 
 
 def _survivors_named(turn: Turn, event: SurvivorsNamed) -> None:
@@ -274,6 +269,7 @@ def _survivors_named(turn: Turn, event: SurvivorsNamed) -> None:
         who, node = ", ".join(event.survivors), turn.state.settings.node
         text = f"{who} cannot be ended, {STUCK_AFTER_S:.0f} s after SIGKILL: node {node} needs attention, perhaps a reboot"
         turn.note("error", text)
+        turn.do(PrintReport(f"rsup: {text}"))
 
 
 def _rank_message(turn: Turn, event: RankMessage) -> None:
@@ -282,7 +278,7 @@ def _rank_message(turn: Turn, event: RankMessage) -> None:
 
 
 def _signal_arrived(turn: Turn, event: SignalArrived) -> None:
-    state, name = turn.state, signal.Signals(event.signum).name
+    state, name = turn.state, signal_name(event.signum)
     if not event.stops:
         if ready := tuple(i for i in state.alive if state.ranks[i].pid):
             turn.do(SignalRanks(ready, event.signum, f"the launcher received {name}", if_caught=True))
@@ -298,9 +294,10 @@ def _signal_arrived(turn: Turn, event: SignalArrived) -> None:
             kill_ranks(turn, f"the launcher received {name} a third time")
         return
     turn.set(signum=event.signum, next_start=None)
-    turn.fact(wire.SignalReceived(turn.now.wall_us, event.signum))
+    grace_s = state.settings.grace_of(event.signum)
+    turn.fact(wire.SignalReceived(turn.now.wall_us, event.signum, grace_s))
     if state.phase in HAS_PROCESSES:
-        stop_ranks(turn, f"the launcher received {name}", state.settings.stop_grace_s, event.signum)
+        stop_ranks(turn, f"the launcher received {name}", grace_s, event.signum)
     else:
         turn.set(leave_at=turn.now.mono_s + LEAVE_S)
 
@@ -313,7 +310,7 @@ _COMMANDS: dict[type, _Handler] = {
     wire.HostStore: _host_store,
     wire.StartAttempt: _start_attempt,
     wire.StopAttempt: _stop_attempt,
-    wire.TakeStacks: _take_stacks,
+    wire.TakeStacks: take_stacks,
     wire.SaveCheckpoint: _save_checkpoint,
     wire.StopTraining: _stop_training,
     wire.SetLimits: _set_limits,
@@ -333,7 +330,7 @@ _HANDLERS: dict[type, _Handler] = {
     AllReaped: reaped,
     Overdue: _overdue,
     SectionsRead: _sections_read,
-    StacksReady: _stacks_ready,
+    StacksReady: stacks_ready,
     SignalArrived: _signal_arrived,
     RankMessage: _rank_message,
     Noticed: _noticed,

@@ -6,7 +6,7 @@ the script does not poll for requests or its attempt ended first.
 
 from msgspec.structs import replace
 
-from rsup.launcher.process_events import AskRanks, RankMessage
+from rsup.launcher.process_events import AskRanks, PushLimits, RankMessage
 from rsup.launcher.process_state import Phase, Request
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
@@ -51,10 +51,23 @@ def hear(turn: Turn, event: RankMessage) -> None:
             turn.fact(wire.LimitsLoaded(at_us, event.attempt, message.limits))
     elif isinstance(message, wire.RankDeclares):
         turn.set_rank(event.local_rank, declared=message.exit_code, declared_reason=message.reason)
+    elif isinstance(message, wire.RankSetsLimits):
+        _set_limits(turn, event.attempt, rank.rank, message.change)
+    elif isinstance(message, wire.RankControls):
+        turn.fact(wire.WorkloadControl(at_us, event.attempt, rank.rank, message.action, message.description))
     elif isinstance(message, wire.RankRequestDone):
         _taken_up(turn, event.local_rank, message.request_id)
     else:
         turn.note(message.level, message.text, rank.rank)
+
+
+def _set_limits(turn: Turn, attempt: int, rank: int, change: wire.LimitsChange) -> None:
+    """They hold here at once: the step that they are for may have begun. All ranks set the same, the first one is told."""
+    limits = change.apply(turn.state.limits)
+    if limits is not turn.state.limits:
+        turn.set(limits=limits)
+        turn.fact(wire.LimitsSet(turn.now.wall_us, attempt, rank, change))
+        turn.do(PushLimits(limits, f"rank {rank} has set limits"))
 
 
 def rank_left(turn: Turn, local_rank: int) -> None:

@@ -47,6 +47,17 @@ class Settings(Struct, frozen=True):
     node: str = ""
     min_nodes: int = 1
     max_nodes: int = 1
+    signal_graces_s: dict[int, float] = {}
+    """By signal number, where it is not `stop_grace_s`."""
+    end_s: float | None = None
+    """When the scheduler ends the job, in seconds since 1970."""
+    deadline_margin_s: float = 5.0
+    meeting: str = ""
+    """Where the supervisor is, as the user wrote it; empty: embedded."""
+
+    def grace_of(self, signum: int) -> float:
+        """From that signal until the ranks are killed."""
+        return self.signal_graces_s.get(signum, self.stop_grace_s)
 
 
 class Rank(Struct, frozen=True):
@@ -67,12 +78,21 @@ class Rank(Struct, frozen=True):
 
 
 class Stop(Struct, frozen=True):
-    """How the attempt is being ended. `kill_at` and `killed_at` on the monotonic clock, None: not planned, not yet."""
+    """How the attempt is being ended. `since`, `kill_at` and `killed_at` on the monotonic clock, None: not planned, not yet."""
 
     why: str
     signum: int
     kill_at: float | None
     killed_at: float | None = None
+    since: float = 0.0
+
+
+class HeldStop(Struct, frozen=True):
+    """A stop that waits for stacks, at most `until`."""
+
+    why: str
+    grace_s: float
+    until: float
 
 
 class Request(Struct, frozen=True):
@@ -116,6 +136,11 @@ class AgentState(Struct, frozen=True):
     """Why the decider ended the current or last attempt."""
     limits: wire.Limits = NO_LIMITS
     stop: Stop | None = None
+    held_stop: HeldStop | None = None
+    stacks_asked: bool = False
+    """Stacks of this attempt were taken before, or while, its ranks were ended."""
+    stood_in: tuple[tuple[int, str], ...] = ()
+    """Rank and innermost frame of its training thread, of the newest stacks of this attempt: for the report."""
     reap_at: float | None = None
     """All ranks have exited and the rest is being reaped, with SIGKILL from this time on. None: not so far."""
     said_stuck: bool = False
@@ -128,6 +153,8 @@ class AgentState(Struct, frozen=True):
     """The decider has said how the job ended, or that it does not want us: it need not hear how we end."""
     signum: int = 0
     """The first signal that told us to stop."""
+    asked_to_leave: bool = False
+    """The decider asked the ranks of the current or last attempt to save and leave."""
     said_again: bool = False
     """A second one came while there were ranks: the next kills them."""
     failed_at: float | None = None
@@ -148,6 +175,11 @@ class AgentState(Struct, frozen=True):
     def attempt(self) -> int:
         """Number of the current or last attempt, 0 before the first."""
         return self.start.attempt if self.start else 0
+
+    @property
+    def told_to_leave(self) -> bool:
+        """Whether somebody wants the job to end, so that no restart waits for what ranks leave behind."""
+        return bool(self.signum) or self.asked_to_leave
 
     @property
     def alive(self) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 Theory. A rank is a session of its own whose leader dies with the agent (parent-death signal). The agent is a child
 subreaper, so whatever a rank's descendants do (change group or session, daemonise, outlive a leader that exited 0), they
-stay findable: by `RSUP_MARK` in their environment, by their session, by a cgroup where we may make one, as children that
-came to us, or as descendants of one of these. Signals go through pidfds after the start time was compared, so a reused pid
-is never hit.
+stay findable: by a tag that every process of a rank carries (`rank_tag`), by `RSUP_MARK` in their environment, by their
+session, by a cgroup where we may make one, or as descendants of one of these (`rank_search`). Signals go through pidfds
+after the start time was compared, so a reused pid is never hit.
 
-Never touched: this process, its parent, its process group, children in its own session (helpers), the processes named in
-`keep` (the keeper, which has a session of its own), and any `rsup.supervisor.main` with what it started.
+Never touched: this process, its parent, its process group, the processes named in `keep` (the keeper, standbys) with what they
+started, and any `rsup.supervisor.main` with what it started.
 
 Needs Linux 5.3 (pidfd). Call from the main thread: the parent-death signal is bound to the thread that forks.
 """
@@ -18,13 +18,14 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import signal
 import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from rsup.launcher import rank_cgroup
+from rsup.launcher import descriptor_limit, rank_cgroup, rank_tag
 from rsup.launcher.reaping import (
     ProcessId,
     Survivor,
@@ -135,11 +136,14 @@ def spawn_rank(
     stdout_fd: int,
     stderr_fd: int,
     cwd: str | None = None,
+    pass_fds: Sequence[int] = (),
+    cpus: frozenset[int] | None = None,
 ) -> RankProcess:
-    """Start one rank in a session of its own that dies with this thread. `stdin` None: /dev/null.
+    """Start one rank in a session of its own that dies with this thread. `stdin` None: /dev/null. `cpus`: where it may run;
+    None: wherever this process may.
 
-    Every other descriptor is closed in it, every signal is at its default and unblocked, but for a SIGHUP that this
-    process ignores (nohup). Raise `SpawnError` (127 or 126) with one line if the program cannot be run.
+    Every descriptor but these and `pass_fds` is closed in it, every signal is at its default and unblocked, but for a SIGHUP
+    that this process ignores (nohup). Raise `SpawnError` (127 or 126) with one line if the program cannot be run.
     """
     assert threading.current_thread() is threading.main_thread(), "ranks would die with the thread that starts them"
     cgroup_fd = rank_cgroup.join_descriptor(env.get("RSUP_MARK", ""))
@@ -155,27 +159,48 @@ def spawn_rank(
                 stderr=stderr_fd,
                 cwd=cwd,
                 start_new_session=True,
-                preexec_fn=_before_exec(os.getpid(), cgroup_fd),
+                pass_fds=pass_fds,
+                preexec_fn=_before_exec(os.getpid(), env.get("RSUP_MARK", ""), cgroup_fd, cpus),
             )
+        return _own(popen, local_rank)
     except (OSError, ValueError) as error:
         raise _spawn_error(argv[0], cwd, error) from None
     finally:
         if cgroup_fd is not None:
             os.close(cgroup_fd)
-    return RankProcess(popen, local_rank)
 
 
-def _before_exec(agent_pid: int, cgroup_fd: int | None) -> Callable[[], None]:
+def _own(popen: subprocess.Popen[bytes], local_rank: int) -> RankProcess:
+    try:
+        return RankProcess(popen, local_rank)
+    except OSError:  # no descriptor is left for its pidfd
+        popen.kill()
+        popen.wait()
+        raise
+
+
+def _before_exec(agent_pid: int, mark: str, cgroup_fd: int | None, cpus: frozenset[int] | None) -> Callable[[], None]:
     """What the child does before exec. Decided before the fork, so that the child only makes system calls."""
     ignored = [s for s in signal.valid_signals() if s != signal.SIGHUP and signal.getsignal(s) is signal.SIG_IGN]
+    open_files = descriptor_limit.inherited_limit()
+    tag = rank_tag.tag_for(agent_pid, mark) if rank_tag.is_supported() else None
 
     def before_exec() -> None:
         _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != agent_pid:  # the agent died before the line above
             os._exit(128 + signal.SIGKILL)
+        if tag is not None:
+            with contextlib.suppress(OSError, ValueError):
+                rank_tag.set_tag(tag)
         if cgroup_fd is not None:
             with contextlib.suppress(OSError):
                 os.write(cgroup_fd, b"0")
+        if cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cpus)
+        if open_files is not None:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
         for number in ignored:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -198,7 +223,21 @@ def _spawn_error(program: str, cwd: str | None, error: OSError | ValueError) -> 
         return SpawnError(f"cannot start {program}: it is not executable; chmod +x it", EXIT_NOT_EXECUTABLE)
     if error.errno == errno.EAGAIN:
         return SpawnError(f"cannot start {program}: the limit of processes is reached (ulimit -u, pids cgroup)", 1)
+    if error.errno == errno.E2BIG:
+        why = "its arguments and environment are longer than the system takes; pass them in a file, or raise ulimit -s"
+        return SpawnError(f"cannot start {program}: {why}", EXIT_NOT_EXECUTABLE)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return SpawnError(f"cannot start {program}: {error.strerror}; raise ulimit -n", 1)
     return SpawnError(f"cannot start {program}: {error.strerror}", EXIT_NOT_EXECUTABLE)
+
+
+def start_hint(error: OSError) -> str:
+    """What to do where one of our own helpers could not be started."""
+    if error.errno == errno.E2BIG:
+        return "the environment is longer than the system takes; make it shorter, or raise ulimit -s"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise ulimit -n"
+    return "is this Python still there, and processes left (ulimit -u)?"
 
 
 def _signal_process(process: ProcessId, signal_number: int) -> bool:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.supervisor.wire import StartAttempt, UsageError
 
+NVRX_LAUNCHER = "L"
+"""In the folder of the sockets for NVRx's clients, where each local rank has its number: the one to the launcher."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionPlaces:
@@ -22,6 +25,10 @@ class SessionPlaces:
     stacks_dir: str
     agent_hosts_store: bool
     """False: rank 0 binds the store's port itself."""
+    nvrx_dir: str = ""
+    """Folder of the sockets for NVRx's clients; empty: there are none."""
+    timer_file: str = ""
+    """Pipe of torch's file timers; empty: there is none."""
 
 
 def rank_environment(
@@ -31,25 +38,30 @@ def rank_environment(
     local_rank: int,
     places: SessionPlaces,
     error_file: str = "",
+    ordinal: int | None = None,
 ) -> dict[str, str]:
-    """Every variable of local rank `local_rank`. Raise `UsageError` if `--virtual-local-rank` finds too few devices."""
+    """Every variable of local rank `local_rank`. Raise `UsageError` if `--virtual-local-rank` finds too few devices.
+
+    `ordinal`: its `LOCAL_RANK`, by which it takes its device, where that is not its place among the node's ranks.
+    """
+    ordinal = local_rank if ordinal is None else ordinal
     rank, world_size = str(start.first_rank + local_rank), str(start.world_size)
     environment = dict(inherited)
     environment |= {
         "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": str(ordinal),
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(start.num_ranks),
         "GROUP_RANK": str(start.group_rank),
         "GROUP_WORLD_SIZE": str(start.group_world_size),
-        "ROLE_RANK": rank,
+        "ROLE_RANK": str(start.first_role_rank + local_rank) if start.role_world_size else rank,
         "ROLE_NAME": options.role,
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": str(start.role_world_size or world_size),
         "MASTER_ADDR": start.master_addr,
         "MASTER_PORT": str(start.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(start.attempt - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(start.max_restarts),
-        "TORCHELASTIC_RUN_ID": options.rdzv_id if options.rdzv_id != "none" else start.job_id,
+        "TORCHELASTIC_RUN_ID": run_id(options, start),
         "TORCHELASTIC_USE_AGENT_STORE": str(places.agent_hosts_store),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.name for signal in options.signals_to_handle),
         "RSUP_JOB_ID": start.job_id,
@@ -60,11 +72,17 @@ def rank_environment(
         "RSUP_STACKS_DIR": places.stacks_dir,
     }
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if start.num_ranks > 1:
+    if options.omp_num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(options.omp_num_threads)
+    elif start.num_ranks > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
+    if places.timer_file:
+        environment["TORCHELASTIC_TIMER_FILE"] = places.timer_file
     for name, value in (
         ("RSUP_BOARD", places.board),
         ("RSUP_RANK_SOCKET", places.rank_socket),
+        ("FT_RANK_MONITOR_IPC_SOCKET", places.nvrx_dir and f"{places.nvrx_dir}/{local_rank}"),
+        ("FT_LAUNCHER_IPC_SOCKET", places.nvrx_dir and f"{places.nvrx_dir}/{NVRX_LAUNCHER}"),
         ("TORCHELASTIC_ERROR_FILE", error_file),
     ):
         environment.pop(name, None)
@@ -72,13 +90,19 @@ def rank_environment(
             environment[name] = value
     if options.virtual_local_rank:
         environment["LOCAL_RANK"] = "0"
-        environment["CUDA_VISIBLE_DEVICES"] = _only_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+        environment["CUDA_VISIBLE_DEVICES"] = _only_device(inherited.get("CUDA_VISIBLE_DEVICES"), ordinal)
     return environment
+
+
+def run_id(options: LaunchOptions, start: StartAttempt) -> str:
+    """As torchrun's: what the user called it, else a name that no other launch has (its random one for a job of one node,
+    `none` across nodes); over restarts it stays."""
+    return options.rdzv_id if options.rdzv_id != "none" else f"{start.job_id}.{start.run}"
 
 
 def threads_notice(inherited: Mapping[str, str], num_ranks: int) -> str:
     """The line that says why OMP_NUM_THREADS is 1; empty where it is left alone."""
-    if num_ranks < 2 or inherited.get("OMP_NUM_THREADS"):
+    if num_ranks < 2 or "OMP_NUM_THREADS" in inherited:
         return ""
     return f"rsup: OMP_NUM_THREADS=1 for each of {num_ranks} ranks, as torchrun does; set it yourself to use more threads"
 

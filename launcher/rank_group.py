@@ -6,16 +6,22 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rsup.launcher.failure_report import read_error_file, telling_line
 from rsup.launcher.launch_options import LaunchOptions, rank_command
 from rsup.launcher.logs import LogPump, RankPipes
 from rsup.launcher.process_events import RankDied
-from rsup.launcher.processes import ProcessId, RankProcess, describe, marked_processes, reap_everything, spawn_rank
+from rsup.launcher.processes import ProcessId, RankProcess, SpawnError, describe, marked_processes, reap_everything, spawn_rank
 from rsup.launcher.rank_environment import SessionPlaces, rank_environment
+from rsup.launcher.rank_seats import RankSeats
 from rsup.launcher.reaping import open_process, read_stat, send_signal
+from rsup.launcher.result_tracker import ResultTracker, tracker_path
 from rsup.launcher.stacks import process_state
+from rsup.launcher.standby import StandbyPool
+from rsup.launcher.standby_rules import Seat
+from rsup.launcher.terminal import has_keys
 from rsup.supervisor import wire
 
 REAP_STEP_S = 0.2
@@ -30,13 +36,25 @@ LAST_LINES_S = 0.05
 class RankGroup:
     """The ranks that one `StartAttempt` asked for. Use from the main thread: ranks die with the thread that starts them."""
 
-    def __init__(self, start: wire.StartAttempt, options: LaunchOptions, places: SessionPlaces, logs: LogPump) -> None:
+    def __init__(
+        self,
+        start: wire.StartAttempt,
+        options: LaunchOptions,
+        places: SessionPlaces,
+        logs: LogPump,
+        standbys: StandbyPool,
+        seats: RankSeats,
+    ) -> None:
         self.start = start
+        self.seats = seats
+        path = tracker_path(options.training_script_args)
+        self._tracker = ResultTracker(path, os.environ) if path else None
         self.processes: list[RankProcess] = []
         self.started_ns: list[int] = []
         self._options = options
         self._places = places
         self._logs = logs
+        self._standbys = standbys
         self._error_files: list[Path | None] = []
         self._reap_until_s: float | None = None
         self._quick_until_s = 0.0
@@ -51,36 +69,59 @@ class RankGroup:
 
     def spawn(self, inherited: Mapping[str, str]) -> tuple[int, ...]:
         """Start all ranks; return their pids. Raise `RsupError` if one cannot be started: `reap` then ends the others."""
+        self._logs.choose_files(lambda: {i: self.environment_of(inherited, i) for i in range(self.start.num_ranks)})
+        self._standbys.begin_attempt()
         for local_rank in range(self.start.num_ranks):
-            pipes = self._logs.open_rank(self.start.attempt, local_rank, self.start.first_rank + local_rank)
+            pipes = self._open_pipes(local_rank)
             try:
                 self.processes.append(self._spawn_one(inherited, local_rank, pipes))
             finally:
                 pipes.close_writer_ends()
             self.started_ns.append(time.monotonic_ns())
             self._error_files.append(pipes.error_file)
+        self._standbys.end_attempt_start(self.start.num_ranks)
         return tuple(process.pid for process in self.processes)
+
+    def _open_pipes(self, local_rank: int) -> RankPipes:
+        try:
+            return self._logs.open_rank(self.start.attempt, local_rank, self.start.first_rank + local_rank)
+        except OSError as error:
+            rank = self.start.first_rank + local_rank
+            raise SpawnError(f"cannot make the pipes of rank {rank}: {error.strerror}; raise ulimit -n", 1) from None
 
     def _spawn_one(self, inherited: Mapping[str, str], local_rank: int, pipes: RankPipes) -> RankProcess:
         error_file = str(pipes.error_file) if pipes.error_file else ""
         if pipes.error_file:
             pipes.error_file.unlink(missing_ok=True)
-        environment = rank_environment(inherited, self._options, self.start, local_rank, self._places, error_file)
+        seat = self.seat_of(inherited, local_rank, error_file)
+        seat = replace(seat, environment={**seat.environment, **pipes.environment})
+        stdin, out, err = self._stdin(), pipes.stdout_fd, pipes.stderr_fd
+        warm = self._standbys.take(local_rank, seat, stdin=stdin, stdout_fd=out, stderr_fd=err)
+        if warm is not None:
+            return warm
         return spawn_rank(
-            rank_command(self._options),
-            environment,
+            seat.command,
+            seat.environment,
             local_rank=local_rank,
-            stdin=self._stdin(),
-            stdout_fd=pipes.stdout_fd,
-            stderr_fd=pipes.stderr_fd,
+            stdin=stdin,
+            stdout_fd=out,
+            stderr_fd=err,
+            cpus=seat.cpus,
         )
 
+    def seat_of(self, inherited: Mapping[str, str], local_rank: int, error_file: str = "") -> Seat:
+        """What a rank of this attempt is started with."""
+        command = rank_command(self._options, self.seats.ordinals[local_rank])
+        return Seat(command, self.environment_of(inherited, local_rank, error_file), self.seats.cpus[local_rank])
+
+    def environment_of(self, inherited: Mapping[str, str], local_rank: int, error_file: str = "") -> dict[str, str]:
+        """Every variable of a rank of this attempt."""
+        inherited, ordinal = {**inherited, **self.seats.environment}, self.seats.ordinals[local_rank]
+        return rank_environment(inherited, self._options, self.start, local_rank, self._places, error_file, ordinal)
+
     def _stdin(self) -> int | None:
-        """Standard input for a rank: the terminal for the only rank of a job, a pipe or file for the only one of this node,
-        else nothing."""
-        if os.isatty(0):
-            return 0 if self.start.world_size == 1 else None
-        return 0 if self.start.num_ranks == 1 and _is_pipe_or_file(0) else None
+        """Standard input for the only rank of this node: a terminal whose keys are ours, a pipe or a file; else nothing."""
+        return 0 if self.start.num_ranks == 1 and (has_keys() or _is_pipe_or_file(0)) else None
 
     def death_of(self, process: RankProcess, iteration: int, section: str) -> RankDied | None:
         """What there is to say about a rank that ended; None if it still runs."""
@@ -89,13 +130,16 @@ class RankGroup:
             return None
         exit_code, signum = status
         error, traceback, tail = "", "", ""
+        rejected: list[wire.RejectedResult] = []
         if exit_code:
             self._logs.settle(process.local_rank, LAST_LINES_S)
             tail = self._logs.tail(process.local_rank)
             path = self._error_files[process.local_rank]
             recorded = read_error_file(path) if path else None
-            error = recorded.line if recorded else telling_line(tail)
+            of_stderr = not self._logs.is_mixed(process.local_rank)
+            error = recorded.line if recorded else telling_line(tail, of_stderr and not signum)
             traceback = recorded.traceback if recorded else ""
+            rejected = self._rejected_by(process.local_rank, exit_code)
         return RankDied(
             self.start.attempt,
             process.local_rank,
@@ -106,24 +150,37 @@ class RankGroup:
             wire.clip(error, 2000),
             wire.clip(traceback, 16 * 1024),
             wire.clip(tail, 16 * 1024),
+            tuple(rejected),
         )
+
+    def _rejected_by(self, local_rank: int, exit_code: int) -> list[wire.RejectedResult]:
+        """What the tracker file of Megatron-LM has of a rank that left with one of its codes, or that was killed."""
+        if self._tracker is None or (exit_code < 128 and exit_code not in wire.DECLARED_EXIT_CODES):
+            return []
+        rank = self.start.first_rank + local_rank
+        return self._tracker.added(rank, 1, lambda _, ordinal: self.seats.device_behind(local_rank, ordinal))
 
     def error_file_of(self, rank: int) -> Path | None:
         """Where that rank of the job leaves its error.json; None if it is not here."""
         local_rank = rank - self.start.first_rank
         return self._error_files[local_rank] if 0 <= local_rank < len(self._error_files) else None
 
-    def signal(self, local_ranks: Collection[int], signum: int, *, whole_session: bool, if_caught: bool) -> None:
+    def signal(self, local_ranks: Collection[int], signum: int, *, whole_session: bool) -> None:
         """Signal those ranks; a stopped one is continued, so that it can die of it."""
         for process in self.processes:
-            if process.local_rank not in local_ranks or (if_caught and not _catches(process.pid, signum)):
+            if process.local_rank not in local_ranks:
                 continue
             if whole_session:
                 process.signal_session(signum)
             else:
                 process.signal_leader(signum)
-            if signum != signal.SIGKILL and not if_caught and process_state(process.pid) == "T":
+            if signum != signal.SIGKILL and process_state(process.pid) == "T":
                 process.signal_session(signal.SIGCONT)
+
+    def tell_resized(self) -> None:
+        """The terminal has another size: SIGWINCH to all who run on it; who does not care about it does not notice."""
+        for process in self.processes:
+            process.signal_session(signal.SIGWINCH)
 
     def begin_reaping(self, grace_s: float) -> None:
         """SIGTERM to what the ranks left behind, SIGKILL after `grace_s`. Said again, it only shortens the grace."""
@@ -215,16 +272,6 @@ def _end_politely(found: ProcessId) -> None:
         send_signal(pidfd, signal.SIGTERM)
         send_signal(pidfd, signal.SIGCONT)
         os.close(pidfd)
-
-
-def _catches(pid: int, signum: int) -> bool:
-    """Whether the process has a handler for the signal: one at its default would only be killed by it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
 def is_debugged(pid: int) -> bool:

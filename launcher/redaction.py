@@ -13,8 +13,9 @@ _SECRET_WORDS = re.compile(
     r"token|secrets?|passphrase|passwd|pwd|credentials?|apikey|auth|authorization|bearer|pat|.*password.*", re.IGNORECASE
 )
 _COUNTED_TOKENS = re.compile(r"max|min|num|per|eos|bos|pad|unk|sep|cls|mask|special|new|image", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"([a-z][a-z0-9+.\-]*://)([^/\s:@]*):([^/\s]*)@", re.IGNORECASE)
-_URL_TOKEN = re.compile(r"([a-z][a-z0-9+.\-]*://)([^/\s:@]{16,})@", re.IGNORECASE)
+_SCHEME = r"([a-z][a-z0-9+.\-]{0,30}://)"  # bounded, as what follows it: an argument may be 128 KiB of one letter
+_URL_PASSWORD = re.compile(_SCHEME + r"([^/\s:@]{0,300}):([^/\s]{0,4000})@", re.IGNORECASE)
+_URL_TOKEN = re.compile(_SCHEME + r"([^/\s:@]{16,4000})@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"([?&](?:[\w\-]*(?:token|secret|password|key|signature|sig))=)[^&\s]+", re.IGNORECASE)
 _KNOWN_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_\-]{20,}|AKIA[A-Z0-9]{16}"

@@ -3,15 +3,48 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from rsup.launcher.failure_report import is_victim
+from rsup.launcher.process_state import AgentState
 from rsup.supervisor import wire
 
 
+def failures_of(state: AgentState, error_file_of: Callable[[int], Path | None]) -> list[dict[str, Any]]:
+    """What the ranks of this node that failed in the last attempt died of, the first mover first, victims last."""
+    failed = sorted((e for e in state.exits if e.exit_code), key=lambda e: (is_victim(e), e.at_us, e.rank))
+    return [_failure(exited, state, error_file_of(exited.rank)) for exited in failed]
+
+
+def _failure(exited: wire.RankExited, state: AgentState, error_file: Path | None) -> dict[str, Any]:
+    local_rank = exited.rank - state.start.first_rank if state.start else -1
+    return {
+        "rank": exited.rank,
+        "local_rank": local_rank,
+        "pid": state.ranks[local_rank].pid if 0 <= local_rank < len(state.ranks) else 0,
+        "exit_code": exited.exit_code,
+        "signal": exited.signal,
+        "at_us": exited.at_us,
+        "by_rsup": exited.by_us,
+        "error": exited.error,
+        "error_file": str(error_file) if error_file is not None and error_file.is_file() else "",
+    }
+
+
 def write_results(
-    result: wire.JobResult, job_id: str, run: int, state_dir: Path, result_file: Path | None, *, is_first_node: bool = True
+    result: wire.JobResult,
+    job_id: str,
+    run: int,
+    state_dir: Path,
+    result_file: Path | None,
+    *,
+    is_first_node: bool = True,
+    failures: Sequence[dict[str, Any]] = (),
 ) -> list[str]:
     """Write the result to `result_file` where one is named, and to `jobs/<id>.<run>/result.json` of the state directory.
+    `failures`: of `failures_of`.
 
     Each file is replaced at once, never half-written. Returns a line for each that could not be written; never raises for it.
     """
@@ -23,6 +56,7 @@ def write_results(
         "rank": result.rank,
         "node": result.node,
         "attempts": result.attempts,
+        "failures": list(failures),
         "written_us": wire.now_us(),
     }
     paths = [result_file] if result_file else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from rsup.supervisor.wire import RankStack, clip
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """A rank that wants to be asked registers faulthandler for this signal, writing to `$RSUP_STACKS_DIR/rank-N.txt`."""
 MAX_STACK_CHARS = 48 * 1024
+MAX_FRAME_CHARS = 200
+_THREAD = re.compile(r"^Thread .*$", re.MULTILINE)
 POLL_S = 0.02
 
 
@@ -41,6 +44,15 @@ def take_stacks(
 
     with ThreadPoolExecutor(parallel, thread_name_prefix="stacks") as pool:
         return list(pool.map(take, ranks))
+
+
+def innermost_frame(text: str, pid: int = 0) -> str:
+    """`function (file.py:12)`: where the training thread of py-spy's stacks stood; empty if they do not tell. Programs without
+    other threads have no names for them: it is then the process's first."""
+    headers = list(_THREAD.finditer(text))
+    main = [found for found in headers if '"MainThread"' in found.group() or f"Thread {pid} " in found.group()]
+    lines = text[main[0].end() :].strip("\n").splitlines() if main else []
+    return clip(lines[0].strip(), MAX_FRAME_CHARS) if lines and lines[0].startswith(" ") else ""
 
 
 def process_state(pid: int) -> str:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rsup.launcher.processes import start_hint
 from rsup.launcher.reaping import ProcessId, is_dead, open_process, read_stat, send_signal
 from rsup.supervisor import places
 from rsup.supervisor.heartbeat_board import process_start_ticks
@@ -230,7 +231,7 @@ def _spawn(command: list[str], errors: int) -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         problem = f"cannot start the supervisor with {command[0]}: {error.strerror}"
-        raise StartError(f"{problem}; is this Python still there, and processes left (ulimit -u)?") from None
+        raise StartError(f"{problem}; {start_hint(error)}") from None
 
 
 def _environment() -> dict[str, str]:

@@ -7,13 +7,11 @@ refuses in one line what torchrun answers with a traceback. Nothing here imports
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from rsup.launcher.device_count import DeviceCounters
 from rsup.launcher.option_table import TORCHRUN, Option, did_you_mean
 from rsup.launcher.option_values import OptionValues
-
-Counter = Callable[[], int]
-"""Counts devices of one kind."""
 
 _MAX_RANKS_PER_NODE = 4096
 
@@ -76,20 +74,20 @@ TORCHRUN_OPTIONS: Sequence[Option] = (
         "--monitor-interval",
         default="0.1",
         no_effect="the death of a rank is seen at once",
-        meaning="Accepted without effect: the death of a rank is seen at once.",
+        meaning="Accepted without effect: ranks are not polled, the death of one is seen at once.",
     ),
     _option(
         "--start-method",
         default="spawn",
         choices=("spawn", "fork", "forkserver"),
         no_effect="every rank is a fresh process",
-        meaning="Accepted without effect: every rank is a fresh process.",
+        meaning="Accepted without effect: every rank is a fresh process, with `--run-path` too.",
     ),
     _option(
         "--event-log-handler",
         default="null",
-        no_effect="rsup events shows the job's events",
-        meaning="Accepted without effect: `rsup events` shows the job's events.",
+        meaning="Where torch's own events go: `null`, `console`, or a handler registered with torch. `rsup events` shows"
+        " the job's events in any case.",
     ),
     _option("--role", default="default", meaning="Name of the ranks' role (`ROLE_NAME`), in front of `--tee` lines."),
     _option("--module", "-m", switch=True, meaning="The script is a module, run as by `python -m`."),
@@ -137,15 +135,14 @@ TORCHRUN_OPTIONS: Sequence[Option] = (
     _option(
         "--logs-specs",
         env=False,
-        no_effect="the launcher owns the logs; see --redirects and --tee",
-        meaning="Accepted without effect: the launcher owns the logs.",
+        meaning="Entry point of the group `torchrun.logs_specs`: a class like torch's `LogsSpecs` says where ranks log to.",
     ),
     _option(
         "--numa-binding",
         env=False,
         choices=("node", "socket", "exclusive", "core-complex"),
-        no_effect="ranks run on the cores that this launch may use; bind it with numactl or taskset",
-        meaning="Accepted without effect: ranks run on the cores that the launch may use.",
+        meaning="Bind each rank to cores near its GPU: all of the GPU's NUMA node or socket, a share of the node's cores for"
+        " each GPU, or a group of cores with a common cache.",
     ),
     _option(
         "--signals-to-handle",
@@ -161,24 +158,22 @@ TORCHRUN_OPTIONS: Sequence[Option] = (
 )
 
 
-def read_nproc_per_node(values: OptionValues, count_gpus: Counter, count_xpus: Counter, count_cpus: Counter) -> int:
-    """Ranks on this node. The counters are called only where a word asks for them; 0 means that there is none."""
+def read_nproc_per_node(values: OptionValues, count: DeviceCounters) -> int:
+    """Ranks on this node."""
     word = values.text("nproc_per_node").strip().lower()
     if re.fullmatch(r"[+-]?\d+", word):
         return values.integer("nproc_per_node", 1, _MAX_RANKS_PER_NODE, hint="; give the number of ranks of this node, or auto")
     if word == "cpu":
-        return count_cpus()
+        return count.cpus()
     if word == "auto":
-        return count_gpus() or count_xpus() or count_cpus()
-    if word in ("gpu", "xpu"):
-        found = count_gpus() if word == "gpu" else count_xpus()
-        if not found:
-            kind = "GPU" if word == "gpu" else "XPU"
-            values.fail("nproc_per_node", f"no {kind} is visible on this node; give a number, `cpu` or `auto`")
-        return found
-    values.fail(
-        "nproc_per_node", "must be a number, or one of auto, cpu, gpu, xpu" + did_you_mean(word, ("auto", "cpu", "gpu", "xpu"))
-    )
+        return count.accelerators() or count.cpus()
+    found = count.gpus() if word == "gpu" else count.xpus() if word == "xpu" else count.named(word)
+    if found is None:
+        words = ("auto", "cpu", "gpu", "xpu")
+        values.fail("nproc_per_node", f"must be a number, or one of {', '.join(words)}{did_you_mean(word, words)}")
+    if not found:
+        values.fail("nproc_per_node", f"no {word.upper()} is visible on this node; give a number, `cpu` or `auto`")
+    return found
 
 
 def read_streams(values: OptionValues, dest: str, num_ranks: int) -> tuple[int, ...]:
@@ -192,7 +187,7 @@ def read_streams(values: OptionValues, dest: str, num_ranks: int) -> tuple[int, 
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*:\s*([0-3])\s*", part)
         if match is None:
             values.fail(dest, "must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank, like 0:3,1:1 or 0-7:3")
-        for rank in _span(match[1], match[2]):
+        for rank in _span(values, dest, match):
             if rank < num_ranks:
                 streams[rank] = int(match[3])
             else:
@@ -211,13 +206,17 @@ def read_local_ranks_filter(values: OptionValues, num_ranks: int) -> frozenset[i
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if match is None:
             values.fail("local_ranks_filter", "must be local ranks separated by commas, like 0,1 or 0-3")
-        ranks.update(_span(match[1], match[2]))
+        ranks.update(_span(values, "local_ranks_filter", match))
     _note_ranks_beyond(values, "local_ranks_filter", [rank for rank in ranks if rank >= num_ranks], num_ranks)
     return frozenset(ranks)
 
 
-def _span(first: str, last: str | None) -> range:
-    return range(int(first), int(last or first) + 1)
+def _span(values: OptionValues, dest: str, match: re.Match[str]) -> range:
+    """The ranks of one part, `3` or `0-7`."""
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        values.fail(dest, f"{first}-{last}: the smaller rank comes first; write {last}-{first}")
+    return range(first, last + 1)
 
 
 def _note_ranks_beyond(values: OptionValues, dest: str, beyond: list[int], num_ranks: int) -> None:

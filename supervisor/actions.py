@@ -36,6 +36,13 @@ class SendOrder(Struct, frozen=True):
     agent_id: str
 
 
+class SendNotice(Struct, frozen=True):
+    """Say a sentence on the agent's terminal, if it can be reached now."""
+
+    agent_id: str
+    text: str
+
+
 class AnswerOperator(Struct, frozen=True):
     """Answer an `OperatorAsked`: taken up (`done`), or not, with a sentence that says why."""
 
@@ -44,4 +51,4 @@ class AnswerOperator(Struct, frozen=True):
     message: str
 
 
-Action = Record | SendWelcome | SendRefusal | SendOrder | AnswerOperator
+Action = Record | SendWelcome | SendRefusal | SendOrder | SendNotice | AnswerOperator

@@ -10,23 +10,30 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from rsup.supervisor.end_report import MAX_REPORTED, all_exits, report_text
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, waited_in_vain
 from rsup.supervisor.first_mover import exit_incident, name_first_mover
+from rsup.supervisor.leaving import goes_on, is_by_leaving, let_all_go
 from rsup.supervisor.records import IncidentSaved, RankSaved
+from rsup.supervisor.rerun_elsewhere import carry_out, confirmed_rerun
 from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
     EXIT_REQUEUE,
+    EXIT_USAGE,
     EndJob,
     JobResult,
+    JobSpec,
     RankExited,
     RanksGone,
     StopAttempt,
     StopTraining,
     clip,
 )
+from rsup.supervisor.workload_control import asked_for, let_excluded_go
 
+STACKS_WITHIN_S = 2.0
+"""For stacks of those who live when one has failed of a timeout, which was longer."""
 UNKILLABLE_AFTER_S = 60.0
 """How long after the grace ranks may take to be gone before the node is reported as stuck."""
 ESCALATE_AFTER_S = 10.0
@@ -54,6 +61,7 @@ def rank_exited(turn: Turn, agent_id: str, fact: RankExited) -> None:
         "signal": fact.signal,
         "iteration": fact.iteration,
         "by_us": fact.by_us,
+        "killer": fact.killer,
     }
     if failed:
         data |= {"error": fact.error, "traceback": fact.traceback, "log_tail": clip(fact.log_tail)}
@@ -87,6 +95,8 @@ def _note_exit(turn: Turn, agent_id: str, agent: AgentState, fact: RankExited) -
         log_tail=clip(fact.traceback or fact.log_tail, MAX_TAIL_CHARS) if keep_tail else "",
         declared=fact.declared,
         declared_reason=fact.declared_reason[:MAX_ERROR_CHARS],
+        rejected=fact.rejected[-1:],
+        killer=fact.killer[:MAX_ERROR_CHARS],
     )
     turn.change_agent(agent_id, exits={**agent.exits, fact.rank: exit_})
     turn.change(
@@ -128,6 +138,7 @@ def _fail_by_exit(turn: Turn, agent_id: str, fact: RankExited, text: str) -> Non
         rank=fact.rank,
         node=agent.info.node,
         incident=exit_incident(turn.state, agent, fact.rank, agent.exits[fact.rank], kind, text),
+        stacks_within_s=STACKS_WITHIN_S if waited_in_vain(fact.error) else 0.0,
     )
 
 
@@ -142,8 +153,10 @@ def fail_attempt(
     node: str = "",
     incident: IncidentSaved | None = None,
     grace_s: Callable[[str], float] | None = None,
+    stacks_within_s: float = 0.0,
 ) -> None:
-    """End the attempt on all nodes because of a failure; open its incident. `grace_s` per agent, default the job's."""
+    """End the attempt on all nodes because of a failure; open its incident. `grace_s` per agent, default the job's.
+    `stacks_within_s`: for stacks of those who live before they are ended."""
     if turn.state.phase is Phase.STOPPING:
         return
     failure = Failure(kind=kind, at_us=turn.now.us, text=text, exit_code=exit_code, section=section, rank=rank, node=node)
@@ -151,8 +164,8 @@ def fail_attempt(
     if incident is None:
         incident = IncidentSaved(turn.state.key, 0, turn.state.attempt, turn.now.us, kind, rank, node, found_by=kind, text=text)
     open_incident(turn, incident)
-    graces_s = stop_attempt(turn, f"attempt {turn.state.attempt} has failed: {text}", grace_s)
-    turn.enter(Phase.STOPPING, turn.now.s + graces_s + UNKILLABLE_AFTER_S)
+    graces_s = stop_attempt(turn, f"attempt {turn.state.attempt} has failed: {text}", grace_s, stacks_within_s)
+    turn.enter(Phase.STOPPING, turn.now.s + graces_s + stacks_within_s + UNKILLABLE_AFTER_S)
 
 
 def open_incident(turn: Turn, incident: IncidentSaved) -> None:
@@ -170,14 +183,16 @@ def open_incident(turn: Turn, incident: IncidentSaved) -> None:
     turn.record(incident)
 
 
-def stop_attempt(turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None) -> float:
+def stop_attempt(
+    turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None, stacks_within_s: float = 0.0
+) -> float:
     """Tell every node on which ranks may live to end them; return the longest grace given."""
     state = turn.state
     nodes, longest_s = [], 0.0
     for agent_id, agent in list(state.agents.items()):
         if agent.live_attempt and agent.live_attempt == state.attempt:
             grace = state.spec.stop_grace_s if grace_s is None else grace_s(agent_id)
-            turn.command(agent_id, StopAttempt(0, reason, state.attempt, grace))
+            turn.command(agent_id, StopAttempt(0, reason, state.attempt, grace, stacks_within_s))
             nodes.append(agent.info.node)
             longest_s = max(longest_s, grace)
     if nodes:
@@ -221,7 +236,7 @@ def stop_training(turn: Turn, stop: StopRequest, except_agent: str = "") -> None
     turn.log("StopRequested", stop.reason, "warning", principal=stop.principal, data=data)
     if state.phase is Phase.STOPPING:
         return
-    grace_s = state.spec.stop_grace_s
+    grace_s = stop.grace_s or state.spec.stop_grace_s
     if state.phase is Phase.COLLECTING:
         stop_attempt(turn, stop.reason)
     for agent_id, _ in asked:
@@ -237,7 +252,7 @@ def settle_stopping(turn: Turn) -> None:
     state = turn.state
     if any(agent.live_attempt and agent.reachable for agent in state.agents.values()):
         all_ended = state.stop is not None and state.store_bound and not state.adopted and state.num_ended >= state.world_size
-        if all_ended:
+        if all_ended and not goes_on(state):
             conclude(turn)
         elif state.deadline_s is not None and turn.now.s >= state.deadline_s:
             _overstayed(turn)
@@ -245,11 +260,30 @@ def settle_stopping(turn: Turn) -> None:
     unknown = [agent.info.node for agent in state.agents.values() if agent.live_attempt]
     if not unknown or state.stop is not None or not _verdict(state)[0].restart:
         conclude(turn)
+        return
+    nodes = ", ".join(sorted(unknown))
+    text = f"ranks of attempt {state.attempt} may be alive on {nodes}, which does not answer"
+    if state.blocked and state.deadline_s is not None and turn.now.s >= state.deadline_s:
+        give_up_blocked(turn, text)
     elif not state.blocked:
-        turn.change(blocked=True)
-        nodes = ", ".join(sorted(unknown))
-        text = f"ranks of attempt {state.attempt} may be alive on {nodes}, which does not answer"
+        turn.change(blocked=True, deadline_s=turn.now.s + blocked_for_s(state.spec))
         turn.log("AttemptBlocked", f"{text}: no new attempt until it does or is fenced", "warning")
+        fence = f"rsup fence {state.key.job_id} {min(unknown)}"
+        turn.tell(f"{text}: no new attempt until it does, or `{fence}` says that nothing of the job lives there")
+
+
+def blocked_for_s(spec: JobSpec) -> float:
+    """How long a next attempt waits for a node whose old ranks may be alive: as long as nodes may take to come together, and
+    in any case until an agreed fence would have told."""
+    return max(spec.join_timeout_s, (spec.fence_timeout_s or 0.0) + UNKILLABLE_AFTER_S)
+
+
+def give_up_blocked(turn: Turn, text: str) -> None:
+    """End a job that cannot go on because a node does not answer: who starts it anew knows whether that node is dead."""
+    state = turn.state
+    waited = f"no restart: {text}, for {blocked_for_s(state.spec):g} s now (--join-timeout); exit 88: please requeue"
+    _close_attempt(turn, "failed", text if state.failure is None else state.failure.text)
+    end_job(turn, EXIT_REQUEUE, waited if state.failure is None else f"{state.failure.text}; {waited}")
 
 
 def allow_time_to_end(turn: Turn) -> None:
@@ -278,7 +312,16 @@ def conclude(turn: Turn) -> None:
     state = turn.state
     if state.failure is not None:
         name_first_mover(turn)
-    if state.stop is not None:
+    if goes_on(turn.state):
+        by_leaving = is_by_leaving(turn.state)
+        why = let_all_go(turn)
+        if by_leaving:
+            _close_attempt(turn, "stopped", state.stop.reason if state.stop is not None else why)
+            turn.change(failure=None)
+            turn.log("Restart", why, "warning")
+            reform(turn)
+            return
+    elif state.stop is not None:
         clean = state.stop.saved and state.num_ok == state.world_size and state.failure is None
         tail = "all ranks saved and left" if clean else "no durable save was reported, or not all ranks left cleanly"
         _close_attempt(turn, "stopped", state.stop.reason)
@@ -287,12 +330,22 @@ def conclude(turn: Turn) -> None:
     failure = turn.state.failure
     assert failure is not None
     verdict, budget = _verdict(turn.state)
+    rerun = confirmed_rerun(turn.state)
+    if rerun is not None and verdict != rerun.verdict:
+        rerun = None  # somebody has asked for something else
+    if rerun is not None:
+        carry_out(turn, rerun)
+        failure = turn.state.failure
+        assert failure is not None
     _close_attempt(turn, {"hang": "hung", "agent-lost": "lost"}.get(failure.kind, "failed"), failure.text)
     turn.change(budget=budget)
     if not verdict.restart:
-        end_job(turn, verdict.exit_code, f"{failure.text}; {verdict.reason}", failure.rank, failure.node)
+        reason = verdict.reason if rerun is not None else f"{failure.text}; {verdict.reason}"
+        end_job(turn, verdict.exit_code, reason, failure.rank, failure.node)
         return
-    turn.log("Restart", f"{verdict.reason}, after: {failure.text}", "warning", data={"delay_s": verdict.delay_s})
+    let_excluded_go(turn)
+    why = verdict.reason if rerun is None else "restart for a rerun on another device"
+    turn.log("Restart", f"{why}, after: {failure.text}", "warning", data={"delay_s": verdict.delay_s})
     if verdict.delay_s > 0:
         turn.enter(Phase.WAITING, turn.now.s + verdict.delay_s)
     else:
@@ -307,13 +360,23 @@ def reform(turn: Turn) -> None:
 def _verdict(state: JobState) -> tuple[Verdict, Budget]:
     failure = state.failure
     assert failure is not None
+    asked = asked_for(state, failure)
+    if asked is not None:
+        return asked, state.budget
+    if failure.kind == "start-failed" and failure.exit_code == EXIT_USAGE and state.attempt == 1:
+        return Verdict(False, EXIT_USAGE, "no restart: nothing of the job has run"), state.budget
+    rerun = confirmed_rerun(state)
+    if rerun is not None:
+        return rerun.verdict, state.budget
     first = first_mover((rank, exit_) for rank, exit_, _ in all_exits(state)) if failure.kind in ("exit", "signal") else None
     exit_ = first[1] if first is not None else None
     code = passed_on(exit_.exit_code, exit_.declared) if exit_ is not None else failure.exit_code
     error = exit_.error if exit_ is not None else ""
     failed = FailedAttempt(
         exit_code=code,
-        signature=signature(failure.kind, code, exit_.section if exit_ is not None else failure.section, error),
+        signature=signature(
+            failure.kind, code, exit_.section if exit_ is not None else failure.section, error, first[0] if first else None
+        ),
         declared=exit_.declared if exit_ is not None else 0,
         declared_reason=exit_.declared_reason if exit_ is not None else "",
         checkpoint=state.checkpoint,

@@ -11,6 +11,7 @@ from rsup.supervisor import records
 from rsup.supervisor.attempt_end import fail_attempt
 from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
+from rsup.supervisor.rerun_elsewhere import avoided_by
 from rsup.supervisor.states import AgentState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
@@ -65,6 +66,7 @@ def _fresh(agent: AgentState, role: Role, group_rank: int, first_rank: int) -> A
         stepped=False,
         first_iteration=0,
         took_ranks="",
+        excluded="",
     )
 
 
@@ -100,6 +102,7 @@ def _reset(turn: Turn, current: AttemptSaved) -> None:
         stepped=False,
         attempt_iteration=0,
         failure=None,
+        shut_down="",
         overdue={},
         suspected=[],
         observed=Observed(),
@@ -115,7 +118,12 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
     active = state.active
     size = f"{plural(state.world_size, 'rank')} on {plural(len(active), 'node')}"
     reason = f"attempt {state.attempt} starts: {size}, store {fact.host}:{fact.port}"
+    role_sizes: dict[str, int] = {}
+    for _, member in active:
+        role_sizes[member.info.role] = role_sizes.get(member.info.role, 0) + member.info.num_ranks
+    role_ranks = dict.fromkeys(role_sizes, 0)
     for member_id, member in active:
+        role = member.info.role
         turn.change_agent(member_id, live_attempt=state.attempt)
         turn.command(
             member_id,
@@ -135,8 +143,12 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
                 run=state.key.run,
                 max_restarts=state.spec.policy.max_restarts,
                 limits=state.limits,
+                avoid=avoided_by(state, member),
+                first_role_rank=role_ranks[role],
+                role_world_size=role_sizes[role],
             ),
         )
+        role_ranks[role] += member.info.num_ranks
     turn.log("StartAttempt", reason, data={"store": f"{fact.host}:{fact.port}", "nodes": [a.info.node for _, a in active]})
 
 
@@ -156,8 +168,9 @@ def attempt_started(turn: Turn, agent_id: str, fact: AttemptStarted) -> None:
             device = agent.devices_used.get(rank, "")
             turn.record(RankSaved(turn.state.key, turn.state.attempt, rank, agent.info.node, pid, device))
     count = len(fact.pids)
+    data: dict[str, object] = {"pids": fact.pids, "devices": fact.devices, "cpus": fact.cpus}
     text = f"{plural(count, 'rank')} run{'s' if count == 1 else ''} on {agent.info.node}"
-    turn.log("AttemptStarted", text, at_us=fact.at_us, node=agent.info.node, data={"pids": fact.pids})
+    turn.log("AttemptStarted", text, at_us=fact.at_us, node=agent.info.node, data=data)
 
 
 def all_started(turn: Turn) -> None:

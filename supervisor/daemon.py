@@ -50,7 +50,8 @@ class Daemon:
         self._start_logging(own_dir)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop_on_signal)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR):
+            signal.signal(number, signal.SIG_IGN)  # the last four: for the ranks, where SLURM signals every process of a step
         daemon_files.allow_many_connections()
         self._server = server = RpcServer(self._link_key())
         try:

@@ -15,19 +15,20 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from rsup.supervisor.states import RankExit
-from rsup.supervisor.wire import RankOverdue, RankStack, clip
+from rsup.supervisor.wire import DECLARED_EXIT_CODES, NOT_OURS, RankOverdue, RankStack, clip
 
 MAX_STACKS_CHARS = 256 * 1024
 
 _OF_A_PEER = re.compile(
-    r"connection (was )?(closed|reset)|broken pipe|connection refused|socket ?timeout|remote process exited|"
-    r"peer (is )?(gone|closed|failed)|recvvalue failed|failed to recv|sendbytes failed|store is closed|"
+    r"connection (was )?(likely )?(closed|reset)|broken pipe|connection refused|socket ?(timeout|closed)|"
+    r"remote process exit|peer (is )?(gone|closed|failed)|recvvalue failed|failed to recv|sendbytes failed|store is closed|"
     r"process ?group .*(abort|time)|timed out waiting for.*(rank|peer)|ncclremoteerror|gloo.*(read|write|timeout)",
     re.IGNORECASE,
 )
 _OF_A_WATCHDOG = re.compile(
     r"watchdog.*(collective|timeout|time out)|collective operation timeout|heartbeat monitor", re.IGNORECASE
 )
+_WAITED = re.compile(r"timed[ -]?out|time-?out|watchdog|heartbeat monitor", re.IGNORECASE)
 _TORCH_WAITS = re.compile(r"torch/(distributed|nn/parallel|autograd|cuda)/|distributed_c10d", re.IGNORECASE)
 _WAITS_BY_NAME = re.compile(
     r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|synchronize)|nccl|gloo", re.IGNORECASE
@@ -62,13 +63,21 @@ def is_of_a_watchdog(error: str) -> bool:
     return bool(_OF_A_WATCHDOG.search(error))
 
 
+def waited_in_vain(error: str) -> bool:
+    """Whether an error line tells of a timeout: the one at fault may be alive, and its stack the only evidence."""
+    return bool(_WAITED.search(error))
+
+
 def first_mover(exits: Iterable[tuple[int, RankExit]]) -> tuple[int, RankExit] | None:
     """Rank and exit of the one that failed first, None if every failing rank had been signalled by us."""
     failing = [(rank, exit_) for rank, exit_ in exits if exit_.exit_code and not exit_.by_us]
-    return min(failing, key=lambda item: (_weight(item[1]), item[1].order), default=None)
+    return min(failing, key=lambda item: (weight(item[1]), item[1].order), default=None)
 
 
-def _weight(exit_: RankExit) -> int:
+def weight(exit_: RankExit) -> int:
+    """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog. The lightest came first."""
+    if exit_.signal == signals.SIGKILL and not exit_.by_us:
+        return 0  # somebody's doing, whatever it had printed before
     if is_of_a_watchdog(exit_.error):
         return 2
     return 1 if is_of_a_peer(exit_.error) else 0
@@ -90,6 +99,9 @@ def exit_text(rank: int, node: str, exit_: RankExit) -> str:
     where = f" at iteration {exit_.iteration}" if exit_.iteration else ""
     section = f" in section {exit_.section}" if exit_.section else ""
     error = f": {exit_.error}" if exit_.error else ""
+    error = f", {exit_.killer}{error}" if exit_.killer and exit_.killer != NOT_OURS else error
+    if exit_.exit_code in DECLARED_EXIT_CODES and exit_.declared != exit_.exit_code and not exit_.by_us:
+        how += " (counts as 1: the rank did not declare that code, see rsup.worker.declare_exit)"
     return f"rank {rank} on {node} {how}{where}{section}{error}"
 
 
@@ -116,6 +128,12 @@ def waits_for_peers(stack: str) -> bool:
     header, frames = _training_thread(stack)
     in_torch = _TORCH_WAITS.search("\n".join(frames[:INNERMOST_FRAMES]))
     return "+gil" not in header and bool(in_torch or _WAITS_BY_NAME.search("".join(frames[:1])))
+
+
+def innermost_frame(stack: str) -> str:
+    """Where the training thread of these stacks stood; empty if they do not tell."""
+    header, frames = _training_thread(stack)
+    return frames[0].strip() if header and frames else ""
 
 
 def _training_thread(stack: str) -> tuple[str, list[str]]:

@@ -3,11 +3,15 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.end_report import all_exits
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name
+from rsup.supervisor.failure import exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name, weight
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import passed_on
 from rsup.supervisor.states import AgentState, JobState, RankExit
 from rsup.supervisor.turn import Turn
+
+OF_A_WATCHDOG = "watchdog of a collective"
+CLOCKS_US = 500_000
+"""Clocks of hosts are not measured; what lies closer together than this has no known order."""
 
 
 def exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit, kind: str, text: str) -> IncidentSaved:
@@ -26,7 +30,7 @@ def exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit
         signal=exit_.signal,
         signal_name=signal_name(exit_.signal),
         section=exit_.section,
-        found_by="watchdog of a collective" if kind == "hang" else "exit of the process",
+        found_by=OF_A_WATCHDOG if kind == "hang" else "exit of the process",
         text=text,
     )
 
@@ -43,7 +47,8 @@ def name_first_mover(turn: Turn) -> None:
         return
     exits = all_exits(state)
     first = first_mover((rank, exit_) for rank, exit_, _ in exits)
-    if first is None or (state.failure.kind == "hang" and state.incident.stacks):
+    by_limit = state.failure.kind == "hang" and state.incident.found_by != OF_A_WATCHDOG
+    if first is None or (by_limit and state.incident.stacks):
         return
     rank, exit_ = first
     agent = next(a for r, _, a in exits if r == rank)
@@ -52,7 +57,7 @@ def name_first_mover(turn: Turn) -> None:
         _blame_node(turn, lost, exit_text(rank, agent.info.node, exit_))
         return
     kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
-    text = exit_text(rank, agent.info.node, exit_)
+    text = exit_text(rank, agent.info.node, exit_) + _as_early(exits, rank)
     victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
     incident = replace(
         exit_incident(state, agent, rank, exit_, kind, text),
@@ -61,6 +66,7 @@ def name_first_mover(turn: Turn) -> None:
         detected_us=state.incident.detected_us,
         lost_iterations=state.incident.lost_iterations,
         victims=victims,
+        stacks=state.incident.stacks,
     )
     failure = replace(
         state.failure,
@@ -75,6 +81,21 @@ def name_first_mover(turn: Turn) -> None:
         turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
     turn.change(failure=failure, incident=incident)
     turn.record(incident)
+
+
+def _as_early(exits: list[tuple[int, RankExit, AgentState]], first_rank: int) -> str:
+    """Ranks of other hosts that failed at nearly the same time, by themselves too: which came first is not known."""
+    _, first, of = next(item for item in exits if item[0] == first_rank)
+    near = [
+        rank
+        for rank, exit_, agent in exits
+        if agent.info.node != of.info.node and exit_.exit_code and not exit_.by_us and weight(exit_) == weight(first)
+        if abs(exit_.at_us - first.at_us) < CLOCKS_US
+    ]
+    if not near:
+        return ""
+    others = f"rank{'s'[: len(near) > 1]} {', '.join(map(str, sorted(near)[:4]))}{', ...' if near[4:] else ''}"
+    return f" ({others} on other nodes failed within {CLOCKS_US / 1e6:g} s: no clock tells which was first)"
 
 
 def _node_that_died(state: JobState, first: RankExit) -> AgentState | None:

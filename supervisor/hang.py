@@ -7,7 +7,7 @@ a warning, once per limit and attempt. Before anything is killed stacks are coll
 from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import fail_attempt, succeed
-from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, limit_name, overdue_text
+from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, innermost_frame, limit_name, overdue_text
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -111,6 +111,16 @@ def _collect(turn: Turn, fact: RankOverdue) -> None:
     turn.log("TakeStacks", reason, "warning", rank=fact.rank)
 
 
+def stacks_of_the_stopped(turn: Turn, agent_id: str, fact: StacksTaken) -> None:
+    """Stacks that were taken while an attempt ends: they belong to its incident, unless that has better ones."""
+    stacks_taken(turn, agent_id, fact)
+    incident = turn.state.incident
+    if fact.stacks and incident is not None and incident.attempt == fact.attempt:
+        incident = replace(incident, stacks=group_stacks(s for _, agent in turn.state.active for s in agent.stacks or []))
+        turn.change(incident=incident)
+        turn.record(incident)
+
+
 def stacks_taken(turn: Turn, agent_id: str, fact: StacksTaken) -> None:
     """One node's stacks."""
     agent = turn.change_agent(agent_id, stacks=fact.stacks)
@@ -120,6 +130,7 @@ def stacks_taken(turn: Turn, agent_id: str, fact: StacksTaken) -> None:
         f"stacks of {len(fact.stacks)} ranks on {agent.info.node} ({sources})",
         at_us=fact.at_us,
         node=agent.info.node,
+        data={"stood_in": {stack.rank: frame for stack in fact.stacks if (frame := innermost_frame(stack.text))}},
     )
 
 

@@ -14,6 +14,7 @@ is being cleared).
 """
 
 import contextlib
+import hashlib
 import mmap
 import os
 import secrets
@@ -61,12 +62,22 @@ PHASES = ("", "setup", "warmup", "train", "eval")
 FLAG_DEBUGGER = 1
 FLAG_LOADED_PERSISTENT = 2
 FLAG_ASYNC_SAVE = 4
+FLAG_LEFT = 8
+"""The rank asked not to be watched any longer: no limit holds. What was open then is left as it was."""
 
 monotonic_ns = time.monotonic_ns
 
 
 class BoardError(Exception):
     """The file is no board of this layout, or not ours."""
+
+
+def name_on_board(name: str) -> str:
+    """A section's name as the board has it: one of more than 32 bytes of UTF-8 is cut, and ends in a digest of the whole."""
+    encoded = name.encode(errors="replace")
+    if len(encoded) <= NAME_BYTES:
+        return encoded.decode()
+    return f"{encoded[: NAME_BYTES - 9].decode(errors='ignore')}~{hashlib.sha256(encoded).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +189,7 @@ class Slot:
     def section(self, name: str) -> Section:
         """The section of that name, made at its first use.
 
-        Names are cut to 32 bytes of UTF-8. Raises `BoardError` when all `NUM_SECTIONS` places are taken.
+        Long names are cut as `name_on_board` says. Raises `BoardError` when all `NUM_SECTIONS` places are taken.
         """
         section = self._sections.get(name)
         if section is None:
@@ -190,7 +201,7 @@ class Slot:
         if place >= NUM_SECTIONS:
             raise BoardError(f"more than {NUM_SECTIONS} different sections; {name!r} is not watched")
         base = self.head + HEAD_WORDS + place * SECTION_WORDS
-        encoded = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        encoded = name_on_board(name).encode().ljust(NAME_BYTES, b"\0")
         for i, word in enumerate(struct.unpack(f"<{NAME_WORDS}Q", encoded)):
             self._words[base + i] = word
         self._words[self.head + NUM_NAMED] = place + 1

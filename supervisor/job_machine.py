@@ -34,19 +34,21 @@ from rsup.supervisor.events import (
     StoreTrouble,
     Tick,
 )
-from rsup.supervisor.hang import overdue, settle_collecting, stacks_taken
+from rsup.supervisor.hang import overdue, settle_collecting, stacks_of_the_stopped, stacks_taken
 from rsup.supervisor.operator_requests import operator_asked, request_done, signal_received
 from rsup.supervisor.progress import (
     checkpoint_committed,
     guess_first_step,
     heard,
     limits_loaded,
+    limits_set,
     resumed_from,
     sections_observed,
 )
 from rsup.supervisor.rendezvous import agent_joined, form, known_dead, lost
 from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.turn import Turn
+from rsup.supervisor.workload_control import workload_control
 
 LOST_AFTER_S = 15.0
 FENCE_MARGIN_S = 15.0
@@ -71,6 +73,8 @@ def _apply_silently(turn: Turn, agent_id: str, fact: wire.AnyFact) -> None:
 def _note(turn: Turn, agent_id: str, fact: wire.Note) -> None:
     level = fact.level if fact.level in ("info", "warning", "error") else "info"
     turn.log("Note", fact.text, level, at_us=fact.at_us, rank=fact.rank, node=turn.state.agents[agent_id].info.node)
+    if fact.num_standbys is not None:
+        turn.change_agent(agent_id, num_standbys=fact.num_standbys, standby_bytes=fact.standby_bytes)
 
 
 def _agent_gone(turn: Turn, agent_id: str, fact: wire.AgentGone) -> None:
@@ -97,11 +101,13 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.RankExited: _row(rank_exited),
     wire.RanksGone: _row(ranks_gone),
     wire.RankOverdue: _row(_apply_silently, starting=overdue, running=overdue, collecting=overdue),
-    wire.StacksTaken: _row(_log_only, collecting=stacks_taken),
+    wire.StacksTaken: _row(_log_only, collecting=stacks_taken, stopping=stacks_of_the_stopped),
     wire.SectionsObserved: _row(sections_observed),
     wire.CheckpointCommitted: _row(checkpoint_committed),
     wire.ResumedFrom: _row(resumed_from),
     wire.LimitsLoaded: _row(limits_loaded),
+    wire.LimitsSet: _row(limits_set, ended=_log_only),
+    wire.WorkloadControl: _row(workload_control, ended=_log_only),
     wire.DeviceUsed: _row(device_used),
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),

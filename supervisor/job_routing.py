@@ -40,7 +40,12 @@ class Routing:
             named = next((state for state in running if state.key.job_id == job_id), None)
             return named or self._next_run(job_id, spec, live, now)
         grouped = next((state for state in running if _same_group(state.spec, spec)), None)
-        return grouped or self._next_run(self._new_job_id(), spec, live, now)
+        return grouped or self._next_run(self._id_for(spec, running), spec, live, now)
+
+    def _id_for(self, spec: JobSpec, running: list[JobState]) -> str:
+        """The id for a job whose agents name none: launches of one SLURM job beside one another get one each."""
+        taken = {state.key.job_id for state in running}
+        return spec.preferred_id if spec.preferred_id and spec.preferred_id not in taken else self._new_job_id()
 
     def _earlier(self, hello: Hello, live: list[JobState], now: Now) -> JobState | Refusal | None:
         """The job that the agent says it belongs to, where it is not simply to join a job."""
@@ -88,9 +93,15 @@ def _told_late(key: JobKey, newest_run: int, newest: JobState | None) -> Refusal
 
 def _same_group(ours: JobSpec, theirs: JobSpec) -> bool:
     """Whether agents without a job id belong together: by rendezvous id, or as the nodes of one endpoint."""
-    if ours.max_nodes == 1 or theirs.max_nodes == 1 or ours.rdzv_id != theirs.rdzv_id:
+    if ours.max_nodes == 1 or theirs.max_nodes == 1 or ours.rdzv_id != theirs.rdzv_id or not _same_port(ours, theirs):
         return False
     if ours.rdzv_id != "none":
         return True
     same = (ours.min_nodes, ours.max_nodes, ours.command) == (theirs.min_nodes, theirs.max_nodes, theirs.command)
     return same and bool(ours.listen)
+
+
+def _same_port(ours: JobSpec, theirs: JobSpec) -> bool:
+    """Nodes may know the host they meet at by different names, but never the port."""
+    ports = {spec.endpoint.rpartition(":")[2] for spec in (ours, theirs) if spec.endpoint}
+    return len(ports) <= 1

@@ -58,12 +58,21 @@ class LiveJobs:
             state = self.states.get(key)
             if state is None or state.phase is not Phase.ENDED:
                 del self._ended_s[key]
-            elif not state.undelivered or now_s - ended_s >= FORGET_ENDED_AFTER_S:
+            elif not _is_awaited(state) or now_s - ended_s >= FORGET_ENDED_AFTER_S + _grace_s(state):
                 del self._ended_s[key], self.states[key]
                 for agent_id in state.agents:
                     if self.job_of.get(agent_id) == key:
                         del self.job_of[agent_id]
                         self.links.pop(agent_id, None)
+
+
+def _is_awaited(state: JobState) -> bool:
+    """Whether an agent has yet to hear of the end, or will still tell that what its ranks left behind is gone."""
+    return state.undelivered or any(agent.live_attempt and agent.reachable for agent in state.agents.values())
+
+
+def _grace_s(state: JobState) -> float:
+    return state.stop.grace_s if state.stop is not None else 0.0
 
 
 def rows_of(batch: Batch) -> list[Record]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rsup.supervisor import wire
-from rsup.supervisor.actions import SendRefusal, SendWelcome
+from rsup.supervisor.actions import SendNotice, SendRefusal, SendWelcome
 from rsup.supervisor.agent_links import RETRY_S, LiveAgentBeats, newest_beats, tells_something
 from rsup.supervisor.events import (
     AgentHeard,
@@ -261,6 +261,8 @@ class Loop:
             elif state is not None and action.agent_id in state.agents:
                 if isinstance(action, SendWelcome):
                     self._outgoing.welcome(state, action.agent_id)
+                elif isinstance(action, SendNotice):
+                    self._outgoing.notice(state, action.agent_id, action.text)
                 elif action.agent_id not in batch.reports and state.agents[action.agent_id].role is not Role.LOST:
                     self._outgoing.order(state, action.agent_id, now_s)
         for agent_id, key in batch.reports.items():

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from rsup.supervisor import job_machine
-from rsup.supervisor.actions import AnswerOperator, Record, SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.actions import AnswerOperator, Record, SendNotice, SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.events import AgentHeard, AgentSilent, Event, Now, Tick
 from rsup.supervisor.loop_inputs import OperatorReply, OperatorRequest
 from rsup.supervisor.records import JobKey
@@ -21,7 +21,7 @@ class Batch:
         self.changed: dict[JobKey, JobState] = {}
         self.dirty: set[JobKey] = set()
         self.records: list[StoreRecord] = []
-        self.sends: list[tuple[JobKey, SendWelcome | SendRefusal | SendOrder]] = []
+        self.sends: list[tuple[JobKey, SendWelcome | SendRefusal | SendOrder | SendNotice]] = []
         self.refusals: list[tuple[str, Refusal]] = []
         self.reports: dict[str, JobKey] = {}
         """Agents whose reports are to be answered."""

@@ -4,8 +4,9 @@ from rsup.supervisor.actions import AnswerOperator
 from rsup.supervisor.attempt_end import end_job, stop_training
 from rsup.supervisor.events import OperatorAsked
 from rsup.supervisor.failure import signal_name
+from rsup.supervisor.leaving import goes_on, leaves_alone, let_go
 from rsup.supervisor.render import plural
-from rsup.supervisor.rendezvous import known_dead
+from rsup.supervisor.rendezvous import abandon_start, known_dead
 from rsup.supervisor.states import Phase, Role, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import RequestDone, SaveCheckpoint, SignalReceived
@@ -38,7 +39,7 @@ def _refusal(turn: Turn, event: OperatorAsked) -> str | None:
         return f"unknown request {event.kind!r}: stop, checkpoint or fence"
     if state.phase is Phase.ENDED:
         return f"job {job} has ended already: {state.reason}"
-    if event.kind == "stop" and state.stop is not None:
+    if event.kind == "stop" and state.stop is not None and not goes_on(state):
         return f"job {job} is being stopped already: {state.stop.reason}"
     if event.kind == "checkpoint" and state.phase is not Phase.RUNNING:
         return f"job {job} is {state.phase.value}: no ranks to ask for a checkpoint"
@@ -114,13 +115,24 @@ def _fence(turn: Turn, event: OperatorAsked) -> str:
 
 
 def signal_received(turn: Turn, agent_id: str, fact: SignalReceived) -> None:
-    """A launcher was told to stop: the whole job ends."""
+    """A launcher was told to stop: the whole job ends, unless it can do without this node."""
     node = turn.state.agents[agent_id].info.node
     reason = f"the launcher on {node} received {signal_name(fact.signal)}"
     turn.log("SignalReceived", reason, "warning", at_us=fact.at_us, node=node)
-    if turn.state.stop is None:
-        request_id = f"signal-{turn.state.num_events}"
-        stop_job(turn, StopRequest(exit_code=128 + fact.signal, reason=reason, request_id=request_id), except_agent=agent_id)
+    turn.change_agent(agent_id, leaving=fact.signal)
+    if leaves_alone(turn.state, agent_id):
+        let_go(turn, agent_id)
+        if turn.state.phase is Phase.STARTING and turn.state.agents[agent_id].group_rank >= 0:
+            abandon_start(turn, reason)
+    elif turn.state.stop is None:
+        stop = StopRequest(
+            exit_code=128 + fact.signal,
+            reason=reason,
+            request_id=f"signal-{turn.state.num_events}",
+            of_a_launcher=True,
+            grace_s=fact.grace_s,
+        )
+        stop_job(turn, stop, except_agent=agent_id)
 
 
 def request_done(turn: Turn, agent_id: str, fact: RequestDone) -> None:

@@ -28,6 +28,10 @@ class Outgoing:
         """Turn an agent away."""
         self._transport.send(agent_id, refusal)
 
+    def notice(self, state: JobState, agent_id: str, text: str) -> None:
+        """Say a sentence on an agent's terminal."""
+        self._transport.send(agent_id, Order(agent_id, state.epoch, state.agents[agent_id].acked_fact, notices=[text]))
+
     def order(self, state: JobState, agent_id: str, now_s: float) -> None:
         """Acknowledge facts, and send commands that are new or have waited for their acknowledgement too long."""
         agent = state.agents.get(agent_id)

@@ -27,9 +27,28 @@ class PlaceError(RsupError):
 
 
 def state_dir(given: str | None = None) -> Path:
-    """The state directory: `given`, else `RSUP_STATE_DIR`, else the user's default. Absolute; not created."""
-    text = given or os.environ.get("RSUP_STATE_DIR") or "~/.local/state/rsup"
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    """The state directory: `given`, else `RSUP_STATE_DIR`, else the user's default; `state` in the runtime directory where the
+    home directory cannot be written and nobody named another. Absolute; not created."""
+    text = given or os.environ.get("RSUP_STATE_DIR")
+    if text:
+        return Path(os.path.abspath(os.path.expanduser(text)))
+    usual = usual_state_dir()
+    if _can_be_made(usual):
+        return usual
+    try:
+        return runtime_dir() / "state"
+    except PlaceError:
+        return usual
+
+
+def usual_state_dir() -> Path:
+    """Where the state of a user is who says nothing about it."""
+    return Path(os.path.abspath(os.path.expanduser("~/.local/state/rsup")))
+
+
+def _can_be_made(path: Path) -> bool:
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), path)
+    return os.access(there, os.W_OK | os.X_OK)
 
 
 def make_state_dir(path: Path) -> Path:
@@ -44,7 +63,7 @@ def make_state_dir(path: Path) -> Path:
 def runtime_dir() -> Path:
     """The runtime directory, created 0700. Raise `PlaceError` if it belongs to somebody else or others may write to it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base, "rsup") if base and os.path.isdir(base) else Path(f"/tmp/rsup-{os.getuid()}")
+    path = Path(base, "rsup") if base and _is_usable(base) else Path(f"/tmp/rsup-{os.getuid()}")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         status = os.lstat(path)
@@ -55,6 +74,11 @@ def runtime_dir() -> Path:
             f"the runtime directory {path} is not a directory of our own with mode 0700; remove it, or set XDG_RUNTIME_DIR"
         )
     return path
+
+
+def _is_usable(base: str) -> bool:
+    """`su` and containers pass on an XDG_RUNTIME_DIR that is somebody else's, or not there."""
+    return os.path.isdir(base) and (os.path.isdir(f"{base}/rsup") or os.access(base, os.W_OK | os.X_OK))
 
 
 def check_socket_path(path: Path) -> Path:

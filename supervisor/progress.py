@@ -13,8 +13,10 @@ from rsup.supervisor.wire import (
     CheckpointCommitted,
     Limits,
     LimitsLoaded,
+    LimitsSet,
     RankBeat,
     ResumedFrom,
+    SectionSeen,
     SectionsObserved,
     SetLimits,
 )
@@ -144,13 +146,53 @@ def limits_loaded(turn: Turn, agent_id: str, fact: LimitsLoaded) -> None:
     turn.change(limits=limits)
     listed = ", ".join(limits.calculated)
     turn.log("LimitsLoaded", f"limits that came with the checkpoint: {listed}", at_us=fact.at_us)
-    _push_limits(turn, "limits that came with the checkpoint")
+    push_limits(turn, "limits that came with the checkpoint")
 
 
-def _push_limits(turn: Turn, reason: str) -> None:
+def push_limits(turn: Turn, reason: str) -> None:
+    """Tell every node with ranks which limits hold now."""
     for member_id, member in list(turn.state.agents.items()):
         if member.live_attempt and member.live_attempt == turn.state.attempt:
             turn.command(member_id, SetLimits(0, reason, turn.state.limits))
+
+
+def limits_set(turn: Turn, agent_id: str, fact: LimitsSet) -> None:
+    """A rank's client has set limits: they are the job's, on every node and in every later attempt, as if configured."""
+    state = turn.state
+    limits = fact.change.apply(state.limits)
+    turn.change(spec=replace(state.spec, limits=fact.change.apply(state.spec.limits)))
+    if limits is state.limits:
+        return
+    turn.change(limits=limits)
+    new = _changed(state.limits.sections, limits.sections)
+    for name, before, after in (
+        (OUT_OF_SECTION, state.limits.out_of_section_s, limits.out_of_section_s),
+        ("initial heartbeat", state.limits.initial_heartbeat_s, limits.initial_heartbeat_s),
+        ("heartbeat", state.limits.heartbeat_s, limits.heartbeat_s),
+    ):
+        if before != after:
+            new[name] = after
+    listed = ", ".join(f"{name} {'none' if limit is None else f'{limit:.3g} s'}" for name, limit in sorted(new.items()))
+    reason = f"rank {fact.rank} has set limits through NVRx's client: {listed}"
+    node = state.agents[agent_id].info.node
+    turn.log("SetLimits", reason, at_us=fact.at_us, rank=fact.rank, node=node, data={"limits": dict(new)})
+    _record(turn, new)
+    push_limits(turn, reason)
+
+
+def _changed(before: dict[str, float | None], after: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: limit for name, limit in after.items() if name not in before or before[name] != limit}
+
+
+def _record(turn: Turn, new: dict[str, float | None]) -> None:
+    for name, limit_s in new.items():
+        if name == OUT_OF_SECTION:
+            seen = SectionSeen(turn.state.observed.out_of_section_s, 0)
+        elif name in turn.state.limits.sections:
+            seen = turn.state.observed.sections.get(name, SectionSeen(0.0, 0))
+        else:
+            continue
+        turn.record(SectionSaved(turn.state.key, name, limit_s, False, seen.longest_s, seen.times))
 
 
 def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None:
@@ -171,7 +213,7 @@ def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None
     use = "enforced" if limits.enforce_calculated else "reported only"
     reason = f"limits from observed times ({use}): {listed}"
     turn.log("SetLimits", reason, data={"limits": dict(new)})
-    _push_limits(turn, reason)
+    push_limits(turn, reason)
 
 
 def _noticeable(before: Limits, after: Limits) -> bool:

@@ -11,10 +11,12 @@ from msgspec.structs import replace
 
 from rsup.supervisor import records
 from rsup.supervisor.actions import SendOrder, SendRefusal, SendWelcome
-from rsup.supervisor.attempt_end import allow_time_to_end, end_job, fail_attempt
+from rsup.supervisor.attempt_end import allow_time_to_end, blocked_for_s, end_job, fail_attempt, give_up_blocked
 from rsup.supervisor.attempt_start import adopt, begin_attempt
 from rsup.supervisor.events import AgentJoined, Now
+from rsup.supervisor.node_versions import difference
 from rsup.supervisor.records import JobKey
+from rsup.supervisor.refusal import nnodes, refusal
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, JobState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -74,39 +76,12 @@ def resumed_job(old: JobState, spec: JobSpec, now: Now) -> JobState:
         ended_us=None,
         reason="",
         budget=Budget(checkpoint=old.checkpoint, iteration=old.iteration),
+        reruns=0,
         limits=replace(spec.limits, sections={**old.limits.sections, **spec.limits.sections}, calculated=old.limits.calculated),
         observed=Observed(),
         current=None,
         adopted=False,
     )
-
-
-def refusal(state: JobState, spec: JobSpec, info: AgentInfo, by_id: bool) -> str | None:
-    """Why this newcomer cannot join this live job, None if it can. `by_id`: it named the job's id."""
-    started_us = state.current.started_us if state.current else state.created_us
-    where = f"attempt {state.attempt}" if state.attempt else "forming"
-    since = f"job {state.key.job_id} is already running ({where}, since {_clock(started_us)})"
-    if state.spec.max_nodes == 1:
-        return f"{since}: choose another --job-id, or `rsup stop {state.key.job_id}`"
-    if (spec.min_nodes, spec.max_nodes) != (state.spec.min_nodes, state.spec.max_nodes):
-        ours, theirs = _nnodes(state.spec), _nnodes(spec)
-        return f"job {state.key.job_id} was launched with --nnodes {ours}, this node asks for {theirs}: give all nodes the same"
-    if info.node_rank >= 0:
-        for agent in state.agents.values():
-            if agent.role is not Role.GONE and agent.info.node_rank == info.node_rank:
-                advice = f"or `rsup stop {state.key.job_id}`" if by_id else "or another --rdzv-id"
-                return f"{since} and {agent.info.node} holds --node-rank {info.node_rank}: choose another --node-rank, {advice}"
-    return None
-
-
-def _nnodes(spec: JobSpec) -> str:
-    return f"{spec.min_nodes}:{spec.max_nodes}" if spec.min_nodes != spec.max_nodes else str(spec.max_nodes)
-
-
-def _clock(at_us: int) -> str:
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def agent_joined(turn: Turn, event: AgentJoined) -> None:
@@ -169,11 +144,14 @@ def _newcomer(turn: Turn, hello: Hello) -> None:
     turn.change(num_joined=number)
     turn.put_agent(info.agent_id, agent)
     present = sum(a.reachable for a in turn.state.agents.values())
-    text = f"node {info.node} joined ({present} of {_nnodes(turn.state.spec)}) with {plural(info.num_ranks, 'rank')}"
+    text = f"node {info.node} joined ({present} of {nnodes(turn.state.spec)}) with {plural(info.num_ranks, 'rank')}"
     turn.log("AgentJoined", text, node=info.node, data={"agent_id": info.agent_id, "pid": info.pid})
     see_devices(turn, hello)
     turn.see_node(info.agent_id)
     turn.act(SendWelcome(info.agent_id))
+    if differs := difference(turn.state.agents.values(), info):
+        turn.log("VersionsDiffer", differs, "warning", node=info.node)
+        turn.tell(differs, info.agent_id)
     if hello.attempt:
         _end_strays(turn, hello)
     if turn.state.phase is not Phase.FORMING:
@@ -246,12 +224,14 @@ def park(turn: Turn, agent_id: str) -> None:
 def lost(turn: Turn, agent_id: str, silent_s: float) -> None:
     """An agent has not been heard of for too long. It may be alive: nothing is killed."""
     agent = turn.change_agent(agent_id, role=Role.LOST, heard_us=turn.now.us - int(silent_s * 1e6))
-    turn.log(
-        "AgentLost",
-        f"nothing heard of node {agent.info.node} for {silent_s:.0f} s; its ranks may be alive, so nothing is restarted yet",
-        "warning",
-        node=agent.info.node,
+    what = (
+        "its ranks may be alive, so nothing is restarted yet"
+        if agent.live_attempt
+        else "no attempt counts on it until it answers"
     )
+    text = f"nothing heard of node {agent.info.node} for {silent_s:.0f} s; {what}"
+    turn.log("AgentLost", text, "warning", node=agent.info.node)
+    turn.tell(text)
     turn.see_node(agent_id)
     if turn.state.phase is Phase.STARTING and not turn.state.store_bound and agent.group_rank >= 0:
         abandon_start(turn, f"node {agent.info.node} was lost before any rank was started")
@@ -261,6 +241,7 @@ def found(turn: Turn, agent_id: str) -> None:
     """A lost agent has been heard again."""
     agent = turn.state.agents[agent_id]
     member = agent.group_rank >= 0 and turn.state.phase is not Phase.FORMING
+    turn.tell(f"node {agent.info.node} answers again")
     turn.change_agent(agent_id, role=Role.ACTIVE if member else Role.SPARE, heard_us=0)
     turn.log("AgentFound", f"node {agent.info.node} answers again", node=agent.info.node)
     if turn.state.phase is Phase.STOPPING and agent.live_attempt:
@@ -318,8 +299,8 @@ def form(turn: Turn) -> None:
     before = len(state.current.nodes) if state.current else 0
     enough = max(spec.min_nodes, min(before, spec.max_nodes)) if before else spec.max_nodes
     if len(ready) >= spec.min_nodes and blockers:
-        _say_blocked(turn, blockers)
-    elif len(ready) >= enough:
+        _wait_for_old_ranks(turn, blockers)
+    elif len(ready) >= enough and (before or len(_meant_to_run(state, ready)) >= enough):
         begin_attempt(turn, members(state, ready))
     elif len(ready) >= spec.min_nodes:
         _last_call(turn, ready)
@@ -341,26 +322,34 @@ def _end_deserted(turn: Turn) -> None:
     end_job(turn, code, f"no node of the job is left{'' if state.failure is None else f'; {state.failure.text}'}")
 
 
+def _meant_to_run(state: JobState, ready: list[str]) -> list[str]:
+    """Those whose `--node-rank` does not say that they are spares: it lies beyond the number of nodes."""
+    return [agent_id for agent_id in ready if state.agents[agent_id].info.node_rank < state.spec.max_nodes]
+
+
 def _last_call(turn: Turn, ready: list[str]) -> None:
     state = turn.state
     if state.last_call_s is None:
         turn.change(last_call_s=turn.now.s + state.spec.last_call_s)
         state = turn.state
         if state.spec.last_call_s > 0:
-            more = plural(state.spec.max_nodes - len(ready), "more node")
-            text = f"{len(ready)} of {_nnodes(state.spec)} nodes are here: {more} may join within {state.spec.last_call_s:g} s"
+            more = plural(state.spec.max_nodes - len(_meant_to_run(state, ready)), "more node")
+            text = f"{len(ready)} of {nnodes(state.spec)} nodes are here: {more} may join within {state.spec.last_call_s:g} s"
             turn.log("LastCall", f"{text}, then the attempt starts with those that are here")
     if state.last_call_s is not None and turn.now.s >= state.last_call_s:
         begin_attempt(turn, members(state, ready))
 
 
-def _say_blocked(turn: Turn, blockers: list[str]) -> None:
-    if not turn.state.blocked:
-        turn.change(blocked=True)
-        nodes = ", ".join(sorted(set(blockers)))
-        turn.log(
-            "AttemptBlocked", f"ranks of an earlier attempt may be alive on {nodes}: the next attempt waits for them", "warning"
-        )
+def _wait_for_old_ranks(turn: Turn, blockers: list[str]) -> None:
+    state = turn.state
+    text = f"ranks of an earlier attempt may be alive on {', '.join(sorted(set(blockers)))}"
+    if not state.blocked:
+        turn.change(blocked=True, deadline_s=turn.now.s + blocked_for_s(state.spec))
+        text += ": the next attempt waits for them"
+        turn.log("AttemptBlocked", text, "warning")
+        turn.tell(text)
+    elif state.deadline_s is not None and turn.now.s >= state.deadline_s:
+        give_up_blocked(turn, text)
 
 
 def members(state: JobState, ready: list[str]) -> list[str]:

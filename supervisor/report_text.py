@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rsup.supervisor.exit_text import exit_lines
 from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, moment, percent, plural
 from rsup.supervisor.status_text import short_device, state_of
 
@@ -53,7 +54,7 @@ def _incident(one: Json, job: Json, paint: Paint) -> str:
     rows += [("recovery", _recovery(one, job, soft)), ("lost", _lost(one, soft))]
     if one["num_stacks"]:
         rows.append(("stacks", f"{one['num_stacks']}: `rsup stacks {clean(job['name'])}`"))
-    return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows if text)])
+    return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows if text), *exit_lines(one)])
 
 
 def _place(one: Json) -> str:

@@ -10,15 +10,17 @@ Sources: torchrun's `--max-restarts`; NVRx's progress tracker (3 cycles without 
 """
 
 import re
+import signal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rsup.supervisor.states import Budget
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, EXIT_NO_REQUEUE, RestartPolicy
+from rsup.supervisor.wire import DECLARED_EXIT_CODES, RestartPolicy
 
 LONG_ATTEMPT_S = 600.0
 MAX_SIGNATURE_CHARS = 300
+SENT_BY_OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 class FailedAttempt(Struct, frozen=True, kw_only=True):
@@ -43,9 +45,16 @@ class Verdict(Struct, frozen=True):
     delay_s: float = 0.0
 
 
-def signature(kind: str, exit_code: int, section: str, error: str) -> str:
-    """Two failures with the same text here are taken for the same: numbers in the error line (pids, ports) do not count."""
-    return f"{kind}|{exit_code}|{section}|{re.sub(r'0x[0-9a-f]+|[0-9]+', '#', error)}"[:MAX_SIGNATURE_CHARS]
+def signature(kind: str, exit_code: int, section: str, error: str, rank: int | None = None) -> str:
+    """Two failures with the same text here are taken for the same: numbers in the error line (pids, ports) do not count.
+
+    Empty for a death by a signal that others send (`SENT_BY_OTHERS`): it says nothing of the next attempt. A rank that says
+    nothing when it ends is told apart from other ranks that do so; an error is the same on whichever rank is first.
+    """
+    if exit_code - 128 in SENT_BY_OTHERS:
+        return ""
+    who = "" if error or rank is None else f"|rank {rank}"
+    return f"{kind}|{exit_code}|{section}|{re.sub(r'0x[0-9a-f]+|[0-9]+', '#', error)}{who}"[:MAX_SIGNATURE_CHARS]
 
 
 def passed_on(exit_code: int, declared: int) -> int:
@@ -60,7 +69,7 @@ def judge(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> tuple
         return Verdict(
             False, failed.declared, f"no restart: a rank left on purpose with exit code {failed.declared} ({why})"
         ), budget
-    budget = _after_failure(budget, failed)
+    budget = _after_failure(policy, budget, failed)
     verdict = _spent(policy, budget, failed) or _identical(policy, budget)
     if verdict is not None:
         return verdict, budget
@@ -70,10 +79,12 @@ def judge(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> tuple
     return Verdict(True, 0, f"{_left(policy, budget)}{wait}", delay_s), budget
 
 
-def _after_failure(budget: Budget, failed: FailedAttempt) -> Budget:
+def _after_failure(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> Budget:
     saved = failed.checkpoint > budget.checkpoint
+    if policy.min_progress_iterations > 1:
+        saved = failed.checkpoint >= max(0, budget.checkpoint) + policy.min_progress_iterations
     further = failed.iteration > budget.iteration or (not failed.counts_iterations and failed.ran_s >= LONG_ATTEMPT_S)
-    same = failed.signature == budget.signature and not saved and not further
+    same = bool(failed.signature) and failed.signature == budget.signature and not saved and not further
     return replace(
         budget,
         without_progress=0 if saved else budget.without_progress,
@@ -87,15 +98,10 @@ def _after_failure(budget: Budget, failed: FailedAttempt) -> Budget:
 def _spent(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> Verdict | None:
     if policy.mode == "auto":
         if policy.max_restarts and budget.restarts >= policy.max_restarts:
-            return Verdict(False, EXIT_NO_REQUEUE, f"no restart: all {policy.max_restarts} restarts of --max-restarts are used")
-        if budget.without_progress >= policy.no_progress_limit:
-            reason = (
-                f"no restart: {budget.without_progress} restarts in a row without a new durable checkpoint (--restart auto)"
-            )
-            return Verdict(False, EXIT_NO_REQUEUE, reason)
-        return None
+            return _no_requeue(policy, f"all {policy.max_restarts} restarts of --max-restarts are used")
+        return _without_progress(policy, budget, "--restart auto")
     if budget.restarts < policy.max_restarts:
-        return None
+        return _without_progress(policy, budget, "--ft-max-no-progress-cycles") if policy.bounds_progress else None
     if policy.max_restarts == 0:
         reason = "no restart: --max-restarts is 0; --restart auto would have restarted"
     else:
@@ -104,11 +110,22 @@ def _spent(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> Verd
     return Verdict(False, failed.exit_code, reason)
 
 
+def _without_progress(policy: RestartPolicy, budget: Budget, option: str) -> Verdict | None:
+    if budget.without_progress < policy.no_progress_limit:
+        return None
+    return _no_requeue(policy, f"{budget.without_progress} restarts in a row without a new durable checkpoint ({option})")
+
+
+def _no_requeue(policy: RestartPolicy, why: str) -> Verdict:
+    return Verdict(False, policy.no_requeue_exit_code, f"no restart: {why}")
+
+
 def _identical(policy: RestartPolicy, budget: Budget) -> Verdict | None:
     if not policy.identical_limit or budget.identical < policy.identical_limit:
         return None
-    reason = f"no restart: {budget.identical} identical failures without progress between them (limit {policy.identical_limit})"
-    return Verdict(False, EXIT_NO_REQUEUE, reason)
+    return _no_requeue(
+        policy, f"{budget.identical} identical failures without progress between them (limit {policy.identical_limit})"
+    )
 
 
 def _backoff_s(policy: RestartPolicy, budget: Budget) -> float:

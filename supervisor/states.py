@@ -15,12 +15,14 @@ from rsup.supervisor.records import AttemptSaved, IncidentSaved, JobKey, JobSave
 from rsup.supervisor.wire import (
     AgentInfo,
     AnyCommand,
+    AvoidedDevice,
     EndJob,
     JobResult,
     JobSpec,
     Limits,
     RankOverdue,
     RankStack,
+    RejectedResult,
     RsupError,
     SectionSeen,
 )
@@ -76,6 +78,8 @@ class RankExit(Struct, frozen=True):
     log_tail: str = ""
     declared: int = 0
     declared_reason: str = ""
+    rejected: list[RejectedResult] = []
+    killer: str = ""
 
 
 class AgentState(Struct, frozen=True, kw_only=True):
@@ -98,6 +102,10 @@ class AgentState(Struct, frozen=True, kw_only=True):
     """Gone for good: a late message in its name is that of a dead process."""
     left: bool = False
     """It went on its own word."""
+    excluded: str = ""
+    """Why it takes no part in the next attempt: a rank of its own asked for that, in this attempt."""
+    leaving: int = 0
+    """The signal that told its launcher to stop, 0: none did."""
     parked: bool = False
     number_commands: bool = False
     """Adopted from a supervisor that is gone: its next report tells where the numbers of commands go on."""
@@ -112,6 +120,9 @@ class AgentState(Struct, frozen=True, kw_only=True):
     exits: dict[int, RankExit] = {}
     devices_used: dict[int, str] = {}
     stacks: list[RankStack] | None = None
+    num_standbys: int = 0
+    """Warm standbys that wait on its node, as last told."""
+    standby_bytes: int = 0
     stepped: bool = False
     first_iteration: int = 0
     """The lowest iteration that its ranks showed first in this attempt, 0: none yet."""
@@ -146,6 +157,10 @@ class StopRequest(Struct, frozen=True, kw_only=True):
     request_id: str = ""
     saved: bool = False
     escalated: bool = False
+    of_a_launcher: bool = False
+    """A signal told a launcher to stop: a job that has enough nodes without it goes on."""
+    grace_s: float = 0.0
+    """What ranks have; 0: what they have after a failure."""
 
 
 class Budget(Struct, frozen=True):
@@ -224,12 +239,18 @@ class JobState(Struct, frozen=True, kw_only=True):
     """Expired limits of the attempt, the first of each rank."""
     suspected: list[str] = []
     """Limits whose expiry has been reported without killing, in this attempt."""
+    shut_down: str = ""
+    """Why no attempt follows if this one fails: a rank asked for that."""
     incident: IncidentSaved | None = None
     """The failure that the job has not recovered from."""
     budget: Budget = Budget()
     limits: Limits = Limits()
     """In force: the configured ones and those calculated."""
     observed: Observed = Observed()
+    avoid: list[AvoidedDevice] = []
+    """Devices to be avoided from the next attempt on. One with a rank belongs to an open case of Megatron-LM's rerun machine."""
+    reruns: int = 0
+    """Restarts of this launch for a rerun on another device."""
     requests: list[str] = []
     """Ids of the latest operator requests, against repeats."""
     result: JobResult | None = None

@@ -68,6 +68,9 @@ def _header(status: Json, paint: Paint) -> str:
         lines.append(f"  {paint('waits for:' if job['state'] != 'running' else 'note:', 'yellow')} {clean(job['waiting_for'])}")
     if job["reason"]:
         lines.append(f"  {clean(job['reason'])}")
+    if standbys := status["standbys"]:
+        ready, size = sum(one["ready"] for one in standbys), sum(one["size_bytes"] for one in standbys)
+        lines.append(f"  {plural(ready, 'warm standby')} ready, {size >> 20} MB")
     if supervisor:
         lines.append(f"  supervisor {supervisor['pid']} on {supervisor['host']}, page {supervisor['address'] or 'off'}")
     elif not job["ended"]:

@@ -1,14 +1,16 @@
 """A job's story from the store: events, incidents, stacks. See `views` for what holds of every view."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, select
 
+from rsup.supervisor.exit_views import failed_exits
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.tables import events, incidents
 from rsup.supervisor.view_times import iso, seconds_between
 
-NO_STACKS = "no stacks were taken: they are when a limit expires and before anything is killed for it"
+NO_STACKS = "no stacks were taken: they are when a limit expires, a rank fails of a timeout, or one does not die of SIGTERM"
 
 
 def list_events(
@@ -37,7 +39,8 @@ def list_incidents(
     """The newest `last` incidents with a number above `after`, oldest of them first."""
     query = select(incidents).where(incidents.c.job == job.id, incidents.c.incident > after)
     rows = connection.execute(query.order_by(incidents.c.incident.desc()).limit(last)).mappings().all()
-    return [incident_fields(row, with_stacks) for row in reversed(rows)]
+    exits = failed_exits(connection, job, {row["attempt"] for row in rows})
+    return [incident_fields(row, exits, with_stacks) for row in reversed(rows)]
 
 
 def page_of_incidents(
@@ -47,13 +50,14 @@ def page_of_incidents(
     query = select(incidents).where(incidents.c.job == job.id, incidents.c.incident > after)
     rows = connection.execute(query.order_by(incidents.c.incident).limit(limit + 1)).mappings().all()
     shown = rows[:limit]
-    return [incident_fields(row) for row in shown], shown[-1]["incident"] if len(rows) > limit else None
+    exits = failed_exits(connection, job, {row["attempt"] for row in shown})
+    return [incident_fields(row, exits) for row in shown], shown[-1]["incident"] if len(rows) > limit else None
 
 
-def incident_fields(row: RowMapping, with_stacks: bool = True) -> dict[str, Any]:
-    """One incident. `detection_s` and `recovery_s` count from when it happened (a hang: from when the rank last got on):
-    to when it was noticed, and to when every rank of the next attempt had stepped. `culprit` is the first mover or likely
-    culprit, `victims` those who only waited."""
+def incident_fields(row: RowMapping, exits: Mapping[int, list[dict[str, Any]]], with_stacks: bool = True) -> dict[str, Any]:
+    """One incident. `exits`: by attempt, how its ranks ended. `detection_s` and `recovery_s` count from when it happened (a
+    hang: from when the rank last got on): to when it was noticed, and to when every rank of the next attempt had stepped.
+    `culprit` is the first mover or likely culprit, `victims` those who only waited."""
     same = ("kind", "rank", "node", "device", "iteration", "signal", "signal_name", "exit_code", "section", "found_by", "text")
     return {
         "incident": row["incident"],
@@ -67,6 +71,7 @@ def incident_fields(row: RowMapping, with_stacks: bool = True) -> dict[str, Any]
         "detection_s": seconds_between(row["at_us"], row["detected_us"]),
         "recovery_s": seconds_between(row["at_us"], row["recovered_us"]),
         "lost_iterations": row["lost_iterations"],
+        "exits": [] if row["kind"] == "suspected-hang" else exits.get(row["attempt"], []),
         "num_stacks": len(row["stacks"]),
         "stacks": row["stacks"] if with_stacks else [],
     }

@@ -7,7 +7,7 @@ the core stays a function of (state, event, now). Nothing here decides anything.
 from msgspec.structs import replace
 
 from rsup.supervisor import records
-from rsup.supervisor.actions import Action, Record, SendOrder
+from rsup.supervisor.actions import Action, Record, SendNotice, SendOrder
 from rsup.supervisor.events import Now
 from rsup.supervisor.states import AgentState, JobState, Phase
 from rsup.supervisor.wire import AnyCommand
@@ -63,6 +63,15 @@ class Turn:
         if agent_id not in self._commanded:
             self._commanded.add(agent_id)
             self.act(SendOrder(agent_id))
+
+    def tell(self, text: str, *also: str) -> None:
+        """Say a sentence on the terminal of the job's first node that answers, and on those of the agents in `also`."""
+        answering = [
+            (a.group_rank < 0, a.group_rank, a.joined, agent_id) for agent_id, a in self.state.agents.items() if a.reachable
+        ]
+        first = [min(answering)[-1]] if answering else []
+        for agent_id in dict.fromkeys((*first, *also)):
+            self.act(SendNotice(agent_id, text))
 
     def log(
         self,

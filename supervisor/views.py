@@ -14,7 +14,7 @@ from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.goodput import AttemptTimes, goodput
 from rsup.supervisor.job_selector import FoundJob
-from rsup.supervisor.states import JobState, StateUnreadable, decode
+from rsup.supervisor.states import JobState, Phase, StateUnreadable, decode
 from rsup.supervisor.story_views import list_incidents
 from rsup.supervisor.tables import attempts, beats, checkpoints, incidents, jobs, ranks, sections
 from rsup.supervisor.view_times import iso, seconds_between
@@ -130,6 +130,7 @@ def job_status(
         "checkpoints": list_checkpoints(connection, job),
         "cases": [],
         "sections": list_sections(connection, job),
+        "standbys": _standbys(state),
         "goodput": goodput(row["created_us"], row["ended_us"], _attempt_times(connection, job, tries), now_us),
         "counts": {
             "attempts": len(tries),
@@ -137,6 +138,17 @@ def job_status(
             "checkpoints": _counts(connection, checkpoints.c.job, [job.id]).get(job.id, 0),
         },
     }
+
+
+def _standbys(state: JobState | None) -> list[dict[str, Any]]:
+    """The warm standbys that wait for a live job's next restart, by node."""
+    if state is None or state.phase is Phase.ENDED:
+        return []
+    return [
+        {"node": agent.info.node, "ready": agent.num_standbys, "size_bytes": agent.standby_bytes}
+        for agent in state.agents.values()
+        if agent.num_standbys
+    ]
 
 
 def stored_beats(connection: Connection, job: FoundJob) -> LiveBeats | None:

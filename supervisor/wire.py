@@ -92,6 +92,41 @@ class Limits(Struct, frozen=True):
     safety_factor: float = 5.0
     calculated: list[str] = []
     enforce_calculated: bool = False
+    from_client: list[str] = []
+    """Those that a client of NVRx's has set (`LimitsChange`), by the names of `RankOverdue.limit`."""
+
+
+class LimitsChange(Struct, frozen=True):
+    """Limits that a client of NVRx's has calculated or loaded, in seconds, None: unlimited. The same on all ranks."""
+
+    sections: dict[str, float | None] | None = None
+    """None: sections and `out_of_section_s` stay as they are. Names that are not among them keep their limit."""
+    out_of_section_s: float | None = None
+    sets_heartbeats: bool = False
+    """False: the heartbeat limits stay as they are."""
+    initial_heartbeat_s: float | None = None
+    heartbeat_s: float | None = None
+
+    def apply(self, limits: Limits) -> Limits:
+        """`limits` with what has been set, which then counts as configured; the same object if nothing changes."""
+        changed, new = limits, set(limits.from_client)
+        if self.sections is not None:
+            new |= {name for name, limit_s in self.sections.items() if limits.sections.get(name) != limit_s}
+            new |= {"out-of-section"} if self.out_of_section_s != limits.out_of_section_s else set()
+            changed = msgspec.structs.replace(
+                changed,
+                sections={**limits.sections, **self.sections},
+                out_of_section_s=self.out_of_section_s,
+                warmup_s=self.sections.get("warmup", limits.warmup_s),
+                calculated=[name for name in limits.calculated if name not in (*self.sections, "out-of-section")],
+            )
+        if self.sets_heartbeats:
+            new |= {"initial-heartbeat"} if self.initial_heartbeat_s != limits.initial_heartbeat_s else set()
+            new |= {"heartbeat"} if self.heartbeat_s != limits.heartbeat_s else set()
+            changed = msgspec.structs.replace(
+                changed, initial_heartbeat_s=self.initial_heartbeat_s, heartbeat_s=self.heartbeat_s
+            )
+        return limits if changed == limits else msgspec.structs.replace(changed, from_client=sorted(new))
 
 
 class RestartPolicy(Struct, frozen=True):
@@ -108,6 +143,12 @@ class RestartPolicy(Struct, frozen=True):
     identical_limit: int = 3
     backoff_first_s: float = 0.0
     backoff_max_s: float = 60.0
+    no_requeue_exit_code: int = EXIT_NO_REQUEUE
+    """With which a job ends for want of progress, or of restarts in `auto` mode."""
+    min_progress_iterations: int = 1
+    """A durable checkpoint counts as progress if it is so much further than that before the last failure."""
+    bounds_progress: bool = False
+    """`no_progress_limit` holds in `count` mode, too."""
     on_hang: str = "auto"
     """`restart`, `report`, or `auto`: restart if the expired limit was configured or enforced, else report."""
 
@@ -139,6 +180,11 @@ class JobSpec(Struct, frozen=True):
     """0: any free port of the first node."""
     listen: str = ""
     """`host:port` the supervisor must also listen on for this job's other nodes. Set by the first node only."""
+    endpoint: str = ""
+    """`host:port` where the user lets the nodes meet, as it was written: agents of two jobs of one host are told apart by its
+    port."""
+    preferred_id: str = ""
+    """Without `job_id`: the id of the job unless a live one has it, then one is generated (SLURM's job number)."""
 
 
 class AgentInfo(Struct, frozen=True):
@@ -155,11 +201,16 @@ class AgentInfo(Struct, frozen=True):
     """As the user or SLURM gave it; -1 if nobody did."""
     num_ranks: int = 1
     devices: list[Device] = []
+    """Those of its ranks, in local-rank order, then those that no rank uses."""
     gone: bool = False
     """The agent is dead and its keeper speaks, to deliver what was left and `AgentGone`: such a `Hello` continues a known
     agent or is refused, it never joins or starts a job."""
+    role: str = ""
+    """Of this node's ranks (`--role`); nodes of one job may have several."""
     start_ticks: int = 0
     """When the process started (`heartbeat_board.process_start_ticks`): a reused pid is not taken for it. 0: unknown."""
+    versions: dict[str, str] = {}
+    """What is installed on this node, of those names that must be alike on all: `python`, `torch`, `nccl`."""
 
 
 class JobResult(Struct, frozen=True):
@@ -203,6 +254,27 @@ class AttemptStarted(Fact, frozen=True):
 
     attempt: int
     pids: list[int]
+    devices: list[str] = []
+    """UUIDs of the devices that they were given, in local-rank order: what each really uses only it can say (`DeviceUsed`)."""
+    cpus: list[str] = []
+    """The cores that each was bound to, like `0-7,16-23`; empty where none was."""
+
+
+class RejectedResult(Struct, frozen=True):
+    """A line of Megatron-LM's tracker file, of this attempt: what its rerun machine found on a rank."""
+
+    rank: int
+    status: str
+    """In upper case, e.g. `FIRST_RERUN_REPRODUCIBLE`."""
+    iteration: int
+    device: str
+    """UUID of the device behind `ordinal`."""
+    ordinal: int
+    message: str = ""
+    result: str = ""
+
+
+NOT_OURS = "rsup did not send that signal"
 
 
 class RankExited(Fact, frozen=True):
@@ -227,6 +299,10 @@ class RankExited(Fact, frozen=True):
     declared_reason: str = ""
     saved: bool = False
     """The rank reported a durable save in this attempt after it was asked to stop."""
+    rejected: list[RejectedResult] = []
+    """What the tracker file of Megatron-LM's rerun machine has of this rank in this attempt, where it failed."""
+    killer: str = ""
+    """Where a signal came from that the agent did not send, as far as that is known: `NOT_OURS`, or more."""
 
 
 class RanksGone(Fact, frozen=True):
@@ -314,6 +390,24 @@ class LimitsLoaded(Fact, frozen=True):
     limits: Limits
 
 
+class LimitsSet(Fact, frozen=True):
+    """A rank's client of NVRx's has set limits, which this node goes by already: they are the job's from now on."""
+
+    attempt: int
+    rank: int
+    change: LimitsChange
+
+
+class WorkloadControl(Fact, frozen=True):
+    """What a rank wants to follow once this attempt has failed. `action`: `continue`; `exclude`: its node takes no part in the
+    next attempt; `shutdown`: there is none."""
+
+    attempt: int
+    rank: int
+    action: str
+    description: str = ""
+
+
 class DeviceUsed(Fact, frozen=True):
     """The device that a rank really uses, as the rank itself found out."""
 
@@ -323,9 +417,11 @@ class DeviceUsed(Fact, frozen=True):
 
 
 class SignalReceived(Fact, frozen=True):
-    """The launcher on this node was told to stop; it has passed the signal on to its ranks."""
+    """The launcher on this node was told to stop; it has passed the signal on to its ranks.
+    `grace_s`: what they have from then on; 0: it does not say."""
 
     signal: int
+    grace_s: float = 0.0
 
 
 class RequestDone(Fact, frozen=True):
@@ -342,6 +438,10 @@ class Note(Fact, frozen=True):
     level: str
     text: str
     rank: int | None = None
+    num_standbys: int | None = None
+    """How many warm standbys wait on the node since then; None: the note is about something else."""
+    standby_bytes: int = 0
+    """Memory of all of them."""
 
 
 class AgentGone(Fact, frozen=True):
@@ -362,6 +462,8 @@ AnyFact = (
     | CheckpointCommitted
     | ResumedFrom
     | LimitsLoaded
+    | LimitsSet
+    | WorkloadControl
     | DeviceUsed
     | SignalReceived
     | RequestDone
@@ -440,6 +542,20 @@ class HostStore(Command, frozen=True):
     port: int = 0
 
 
+class AvoidedDevice(Struct, frozen=True):
+    """A device that is to be avoided. `device` is its UUID, `reason` a sentence for people.
+
+    `rank` None: by every rank; suspects come last, `quarantined` ones stay out, where others suffice. Else only that global
+    rank must not run there again, nor at `ordinal` (-1: any), since Megatron-LM tells devices apart by ordinal.
+    """
+
+    device: str
+    reason: str
+    quarantined: bool = False
+    rank: int | None = None
+    ordinal: int = -1
+
+
 class StartAttempt(Command, frozen=True):
     """Start this node's ranks: global ranks `first_rank` .. `first_rank + num_ranks - 1`. `epoch` is the attempt's."""
 
@@ -456,13 +572,20 @@ class StartAttempt(Command, frozen=True):
     run: int
     max_restarts: int
     limits: Limits = Limits()
+    avoid: list[AvoidedDevice] = []
+    """Devices of this node to be avoided."""
+    first_role_rank: int = 0
+    role_world_size: int = 0
+    """This node's ranks among those of its role, and how many have it. 0: all ranks have one role."""
 
 
 class StopAttempt(Command, frozen=True):
-    """End this node's ranks of the attempt: SIGTERM, SIGKILL after `grace_s` (at once if 0); answer `RanksGone`."""
+    """End this node's ranks of the attempt: SIGTERM, SIGKILL after `grace_s` (at once if 0); answer `RanksGone`.
+    `stacks_within_s`: before SIGTERM take stacks, at most so long, and tell them by `StacksTaken`; 0: do not."""
 
     attempt: int
     grace_s: float
+    stacks_within_s: float = 0.0
 
 
 class TakeStacks(Command, frozen=True):
@@ -546,6 +669,8 @@ class Order(Struct, frozen=True, tag=True):
     epoch: int
     acked_fact: int
     commands: list[AnyCommand] = []
+    notices: list[str] = []
+    """Sentences for the launch's terminal, said once and not acknowledged: what the job's story has too."""
 
 
 ToAgent = Welcome | Refusal | Order
@@ -600,7 +725,22 @@ class RankNote(Struct, frozen=True, tag=True):
     text: str
 
 
-RankToAgent = RankHello | RankCheckpoint | RankResumed | RankDeclares | RankRequestDone | RankNote
+class RankSetsLimits(Struct, frozen=True, tag=True):
+    """As `LimitsSet`. Like `RankControls` it comes through the node's NVRx server."""
+
+    change: LimitsChange
+
+
+class RankControls(Struct, frozen=True, tag=True):
+    """As `WorkloadControl`."""
+
+    action: str
+    description: str = ""
+
+
+RankToAgent = (
+    RankHello | RankCheckpoint | RankResumed | RankDeclares | RankRequestDone | RankNote | RankSetsLimits | RankControls
+)
 
 
 class SaveNow(Struct, frozen=True, tag=True):

@@ -1,8 +1,11 @@
 """ft_launcher's options in every spelling, its YAML file, and the limits that come of them."""
 
+import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rsup.launcher.ft_options import FT_OPTIONS, NO_PROGRESS_BOUND_OFF
 from rsup.launcher.launch_options import LaunchOptions, job_spec, restart_policy
@@ -148,7 +151,82 @@ def test_no_progress_cycles_count_attempts_ours_count_restarts() -> None:
     assert parse("--restart", "auto", "--ft-max-no-progress-cycles", "-1").no_progress_limit == NO_PROGRESS_BOUND_OFF
     assert parse("--ft-max-no-progress-cycles", "3", "--no-progress-restarts", "5").no_progress_limit == 5
     assert parse().no_progress_limit == 3
-    assert "with --restart auto only" in parse("--ft-max-no-progress-cycles", "3").notes[0]
+    assert "with --restart auto or --ft-checkpoint" in parse("--ft-max-no-progress-cycles", "3").notes[0]
+
+
+def test_an_iteration_file_bounds_restarts_as_nvrxs_progress_tracker_does(tmp_path: Path) -> None:
+    file = str(tmp_path / "latest")
+    options = parse("--max-restarts", "9", "--ft-checkpoint-iteration-file", file, "--ft-min-progress-iterations", "50")
+    assert options.notes == () and str(options.checkpoint_iteration_file) == file
+    policy = restart_policy(options)
+    assert (policy.bounds_progress, policy.no_progress_limit, policy.min_progress_iterations) == (True, 2, 50)
+    policy = restart_policy(parse("--ft-checkpoint-iteration-file", file, "--ft-max-no-progress-cycles", "5"))
+    assert policy.no_progress_limit == 4
+    assert not restart_policy(parse()).bounds_progress
+
+
+def test_the_exit_code_for_please_do_not_requeue() -> None:
+    assert restart_policy(parse()).no_requeue_exit_code == 93
+    assert restart_policy(parse("--ft-no-restart-exit-code", "77")).no_requeue_exit_code == 77
+    with pytest.raises(UsageError):
+        parse("--ft-no-restart-exit-code", "256")
+
+
+@pytest.mark.parametrize("word", ["None", "null", ""])
+def test_null_leaves_an_option_unset(word: str, tmp_path: Path) -> None:
+    words = ("--ft-safety-factor", "--ft-num-warmup-iters", "--ft-max-no-progress-cycles", "--ft-min-progress-iterations")
+    given = [
+        part
+        for flag in (*words, "--ft-workload-check-interval", "--ft-segment", "--ft-no-restart-exit-code")
+        for part in (flag, word)
+    ]
+    assert parse(*given) == parse()
+
+
+def installed_ft_launcher() -> Path:
+    spec = importlib.util.find_spec("nvidia_resiliency_ext")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("nvidia-resiliency-ext is not installed")
+    return Path(spec.submodule_search_locations[0]) / "fault_tolerance"
+
+
+def test_every_option_of_the_installed_ft_launcher_is_known_and_takes_as_many_words() -> None:
+    seen = 0
+    for node in ast.walk(ast.parse((installed_ft_launcher() / "launcher.py").read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"):
+            continue
+        flags = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and str(arg.value).startswith("-")]
+        action = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("action", "")
+        for flag in flags:
+            option = INDEX.exact(str(flag))
+            assert option is not None, flag
+            assert option.is_switch == (action in ("check_env", "'store_true'")), flag
+            seen += 1
+    assert seen > 60
+
+
+def test_every_key_of_the_installed_configuration_is_known(tmp_path: Path) -> None:
+    tree = ast.parse((installed_ft_launcher() / "config.py").read_text())
+    cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "FaultToleranceConfig")
+    keys = [node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    assert len(keys) > 10
+    options = parse("--ft-cfg-path", write(tmp_path, yaml.safe_dump({"fault_tolerance": dict.fromkeys(keys, None)})))
+    assert options.notes == () and options.limits == Limits()
+
+
+def test_an_ft_launcher_command_line_as_people_write_it(tmp_path: Path) -> None:
+    path = write(tmp_path, YAML)
+    words = (
+        "--nproc-per-node=4 --nnodes=1 --rdzv-backend=c10d --rdzv_endpoint=localhost:1234 --rdzv-conf=is_host=1,join_timeout=60"
+        " --rdzv_id=none --max-restarts=10 --monitor-interval=5 --term-timeout=7 --workers-stop-timeout 3"
+        " --restart-policy=any-failed"
+        f" --fault-tol-cfg-path={path} --ft-param-rank_section_timeouts=setup:60,step:30 --ft-param-log_level=DEBUG"
+        " --ft_param_enable_nic_monitor false --ignore-missing-fault-tol-cfg"
+    )
+    options = parse(*words.split())
+    assert (options.nproc_per_node, options.max_restarts, options.shutdown_timeout, options.stop_grace) == (4, 10, 7, 3)
+    assert options.limits.sections == {"setup": 60, "step": 30} and options.limits.heartbeat_s == 50
+    assert options.training_script == "s.py" and options.join_timeout == 60
 
 
 def test_min_healthy_gets_a_note() -> None:
@@ -221,6 +299,9 @@ def test_bad_yaml_is_refused(text: str, message: str, tmp_path: Path) -> None:
 
 def test_a_missing_section_can_be_allowed_a_missing_file_cannot(tmp_path: Path) -> None:
     assert parse("--ft-cfg-path", write(tmp_path, "a: 1"), "--ignore-missing-fault-tol-cfg").limits == Limits()
+    assert parse("--ft-cfg-path", write(tmp_path, ""), "--ft-rank-heartbeat-timeout", "7").limits.heartbeat_s == 7
+    with pytest.raises(UsageError, match="No such file"):
+        parse("--ft-cfg-path", str(tmp_path / "none.yaml"), "--ft-rank-heartbeat-timeout", "7")
     with pytest.raises(UsageError, match="No such file"):
         parse("--ft-cfg-path", str(tmp_path / "none.yaml"), "--ft-ignore-missing-cfg")
 

@@ -4,6 +4,7 @@ import argparse
 import signal
 import subprocess
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rsup.launcher import device_count
 from rsup.launcher.command_line import read_command_line
 from rsup.launcher.launch_options import LaunchOptions, job_spec, rank_command
 from rsup.launcher.launch_parser import ALL_OPTIONS, parse_launch
-from rsup.launcher.option_table import TORCHRUN, OptionIndex
+from rsup.launcher.option_table import TORCHRUN, Option, OptionIndex
 from rsup.launcher.option_values import OptionValues
 from rsup.launcher.torchrun_options import TORCHRUN_OPTIONS
 from rsup.supervisor.wire import UsageError
@@ -112,9 +113,6 @@ def test_what_stands_right_of_the_script_is_the_scripts(words: str, command: lis
     [
         ("--monitor-interval", "5", "0.1"),
         ("--start-method", "fork", "spawn"),
-        ("--event-log-handler", "console", "null"),
-        ("--logs-specs", "mine", None),
-        ("--numa-binding", "node", None),
     ],
 )
 def test_what_has_no_effect_says_so_in_a_line(flag: str, value: str, default: str | None) -> None:
@@ -265,6 +263,53 @@ def test_pet_switches(value: str, expected: bool) -> None:
     assert parse("--standalone s.py", PET_STANDALONE="0").standalone
 
 
+SAMPLES = {
+    "nnodes": "2:4",
+    "nproc_per_node": "3",
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "h:5",
+    "rdzv_id": "a/b",
+    "rdzv_conf": "timeout=3",
+    "max_restarts": "4",
+    "monitor_interval": "0.5",
+    "start_method": "fork",
+    "event_log_handler": "console",
+    "role": "trainer",
+    "log_dir": "/tmp/logs",
+    "redirects": "0:3",
+    "tee": "3",
+    "local_ranks_filter": "0",
+    "duplicate_stdout_filters": "a,b",
+    "duplicate_stderr_filters": "c",
+    "node_rank": "1",
+    "master_addr": "h",
+    "master_port": "1234",
+    "local_addr": "h",
+    "signals_to_handle": "SIGTERM",
+    "shutdown_timeout": "5",
+}
+
+
+BESIDE = {
+    "nnodes": "--rdzv-endpoint=h:5",
+    "node_rank": "--nnodes=2 --rdzv-endpoint=h:5",
+    "rdzv_endpoint": "--nnodes=2 --supervisor=h:9 --rdzv-id=a",
+}
+"""What else must be said for a sample to make sense, or a difference."""
+
+
+@pytest.mark.parametrize("option", [option for option in TORCHRUN_OPTIONS if option.env], ids=lambda option: option.dest)
+def test_a_variable_says_what_its_option_says(option: Option) -> None:
+    words = f"{BESIDE.get(option.dest, '')} m"
+    value = SAMPLES.get(option.dest, "")
+    by_flag = parse(f"{option.flag}={value} {words}" if value else f"{option.flag} {words}")
+    for spelling in [value] if value else ["1", "true"]:
+        found = parse(words, **{option.env: spelling})
+        assert replace(found, notes=()) == replace(by_flag, notes=()) and len(found.notes) == len(by_flag.notes)
+    plain = parse(words, **{option.env: "" if value else "0"})
+    assert plain == parse(words) and plain != by_flag
+
+
 def test_signals() -> None:
     assert parse("s.py").signals_to_handle == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     assert parse("--signals-to-handle usr1,SIGTERM,SIGUSR1 s.py").signals_to_handle == (signal.SIGUSR1, signal.SIGTERM)
@@ -292,6 +337,27 @@ def test_devices_are_counted_for_a_word(monkeypatch: pytest.MonkeyPatch) -> None
     assert parse("--nproc-per-node AUTO s.py").nproc_per_node == 64
     with pytest.raises(UsageError, match="no GPU is visible"):
         parse("--nproc-per-node gpu s.py")
+
+
+def test_devices_that_a_package_adds_to_torch_are_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(script: str) -> list[str]:
+        asked.append(script)
+        return ["npu", "5"]
+
+    for name in ("_count_nvidia", "_count_amd", "count_xpus"):
+        monkeypatch.setattr(device_count, name, lambda: 0)
+    monkeypatch.setattr(device_count, "_ask_torch", ask)
+    with pytest.raises(UsageError, match="must be a number, or one of"):
+        parse("--nproc-per-node npu s.py")
+    assert parse("--nproc-per-node auto s.py").nproc_per_node == device_count.count_cpus()
+    assert not asked
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ("npu",) if group == "torch.backends" else ())
+    assert parse("--nproc-per-node npu s.py").nproc_per_node == 5
+    assert parse("--nproc-per-node auto s.py").nproc_per_node == 5
+    with pytest.raises(UsageError, match="must be a number, or one of"):
+        parse("--nproc-per-node hpu s.py")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
         wire.DeviceUsed: {"attempt": attempt, "rank": 0, "uuid": "GPU-1"},
         wire.ResumedFrom: {"attempt": attempt, "iteration": 5, "path": "/c"},
         wire.LimitsLoaded: {"attempt": attempt, "limits": wire.Limits(sections={"step": 3.0}, calculated=["step"])},
+        wire.LimitsSet: {"attempt": attempt, "rank": 0, "change": wire.LimitsChange(sections={"step": 3.0})},
+        wire.WorkloadControl: {"attempt": attempt, "rank": 0, "action": "exclude", "description": "hot"},
         wire.SignalReceived: {"signal": 15},
         wire.RequestDone: {"request_id": "r", "done": True},
         wire.Note: {"level": "info", "text": "hello"},
@@ -337,11 +339,22 @@ def test_a_lost_agent_is_not_a_dead_one() -> None:
     driver.gone("a")
     assert driver.state.phase is Phase.STOPPING, "b's ranks may be alive"
     assert driver.kinds().count("AttemptBlocked") == 1
-    driver.wait(1000.0)
+    driver.wait(599.0)
     assert driver.state.phase is Phase.STOPPING
     driver.feed(AgentHeard("b", 1, 0))
     driver.gone("b")
     assert driver.state.attempt == 2
+
+
+def test_a_restart_waits_for_a_lost_node_no_longer_than_for_a_new_one() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3, join_timeout_s=100.0)).run_nodes("a", "b")
+    driver.feed(AgentSilent("b", 16.0))
+    driver.exit("a", 0, 1)
+    driver.gone("a")
+    driver.wait(101.0)
+    assert driver.state.result and driver.state.result.exit_code == 88
+    assert "may be alive on node-b" in driver.state.result.reason and "code 1" in driver.state.result.reason
+    assert driver.commands("b")[-1] == "EndJob", "should it come back, it ends its ranks"
 
 
 def test_an_end_does_not_wait_for_a_lost_agent() -> None:

@@ -102,6 +102,8 @@ EXAMPLES: list[ev.Event] = [
     ev.StacksReady(1, ()),
     ev.SignalArrived(signal.SIGTERM),
     ev.RankMessage(1, 0, wire.RankNote("info", "hello")),
+    ev.RankMessage(1, 0, wire.RankSetsLimits(wire.LimitsChange(sections={"step": 3.0}))),
+    ev.RankMessage(1, 0, wire.RankControls("shutdown", "enough")),
     ev.Noticed("info", "a line"),
     ev.SurvivorsNamed(1, ("11 (python, D)",)),
     ev.Tick(),

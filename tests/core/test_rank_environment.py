@@ -28,7 +28,7 @@ def test_torchruns_variables_and_ours() -> None:
         "MASTER_PORT": "4321",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "5",
-        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RUN_ID": "job.2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/log/error.json",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",

@@ -3,7 +3,7 @@
 import pytest
 
 from rsup.supervisor import wire
-from rsup.supervisor.actions import SendRefusal
+from rsup.supervisor.actions import SendNotice, SendRefusal, SendWelcome
 from rsup.supervisor.events import AgentHeard, AgentSilent
 from rsup.supervisor.states import Phase
 from tests.core.job_driver import Driver, info, spec
@@ -56,6 +56,70 @@ def test_ranks_stay_where_they_were_after_a_restart() -> None:
     driver.gone("a")
     driver.gone("c")
     assert order(driver) == ["a", "d", "c"], "the newcomer takes the free place"
+
+
+def test_a_node_numbered_beyond_the_job_is_a_spare_also_when_it_comes_early() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, last_call_s=5.0))
+    driver.join("s", agent=info("s", node_rank=2))
+    driver.join("b", agent=info("b", node_rank=1))
+    assert driver.state.phase is Phase.FORMING
+    (said,) = [event.text for event in driver.events() if event.kind == "LastCall"]
+    assert "1 more node may join within 5 s" in said
+    driver.join("a", agent=info("a", node_rank=0))
+    assert order(driver) == ["a", "b"] and driver.commands("s") == ["Park"]
+
+
+def test_a_spare_takes_part_where_the_others_do_not_come() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, last_call_s=5.0))
+    driver.join("s", agent=info("s", node_rank=2))
+    driver.join("b", agent=info("b", node_rank=1))
+    driver.wait(5.0)
+    assert driver.state.phase is Phase.STARTING and order(driver) == ["s", "b"]
+
+
+def test_nodes_of_another_rendezvous_are_refused() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, rdzv_id="one"))
+    driver.join("a")
+    driver.spec = spec(min_nodes=2, max_nodes=2, rdzv_id="two")
+    (refused,) = [action for action in driver.join("b") if isinstance(action, SendRefusal)]
+    assert refused.exit_code == 2 and "--rdzv-id one" in refused.message and "--rdzv-id two" in refused.message
+
+
+def test_a_node_rank_is_free_again_when_its_holder_does_not_answer() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2))
+    for name, rank in (("a", 0), ("b", 1)):
+        driver.join(name, agent=info(name, node_rank=rank))
+    driver.start()
+    again = info("b2", node_rank=1)
+    assert any(isinstance(action, SendRefusal) for action in driver.join("b2", agent=again)), "b answers"
+    driver.feed(AgentSilent("b", 16.0))
+    assert not any(isinstance(action, SendRefusal) for action in driver.join("b2", agent=again))
+    assert driver.commands("b2") == ["Park"], "the ranks of b may be alive"
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "said"),
+    [
+        ({"python": "3.11", "torch": "2.13.0"}, ""),
+        ({}, ""),
+        ({"torch": "2.13.0", "nccl": "2.28"}, ""),
+        ({"python": "3.11", "torch": "2.12.1"}, "node-b has torch 2.12.1, node node-a has torch 2.13.0"),
+        (
+            {"python": "3.12", "torch": "2.12.1"},
+            "node-b has python 3.12, torch 2.12.1, node node-a has python 3.11, torch 2.13.0",
+        ),
+    ],
+)
+def test_a_node_with_other_versions_is_warned_of_and_welcome(newcomer: dict[str, str], said: str) -> None:
+    driver = Driver(spec(min_nodes=3, max_nodes=3))
+    driver.join("a", agent=info("a", versions={"python": "3.11", "torch": "2.13.0"}))
+    actions = driver.join("b", agent=info("b", versions=newcomer))
+    assert any(isinstance(action, SendWelcome) for action in actions)
+    notices = [action for action in actions if isinstance(action, SendNotice)]
+    assert [notice.agent_id for notice in notices] == (["a", "b"] if said else [])
+    assert all(said in notice.text for notice in notices)
+    actions = driver.join("c", agent=info("c", versions=newcomer))
+    assert not [action for action in actions if isinstance(action, SendNotice)], "said once"
 
 
 def test_last_call_of_an_elastic_job() -> None:

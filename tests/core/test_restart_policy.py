@@ -106,6 +106,19 @@ def test_codes_with_a_meaning_of_ours_must_be_declared(exit_code: int, declared:
     assert passed_on(exit_code, declared) == expected
 
 
+def test_deaths_that_say_nothing_of_the_next_attempt_are_never_equal() -> None:
+    policy, budget = RestartPolicy(max_restarts=9, identical_limit=2), Budget()
+    for _ in range(5):
+        verdict, budget = judge(policy, budget, failed(exit_code=137, signature=signature("signal", 137, "step", "", 1)))
+        assert verdict.restart
+    assert signature("signal", 139, "", "", 1) == signature("signal", 139, "", "", 1) != "", "a crash of the rank's own"
+
+
+def test_a_silent_exit_is_told_apart_by_its_rank_and_an_error_is_not() -> None:
+    assert signature("exit", 4, "", "", 0) != signature("exit", 4, "", "", 1)
+    assert signature("exit", 1, "", "ImportError: x", 0) == signature("exit", 1, "", "ImportError: x", 1)
+
+
 def test_numbers_in_an_error_do_not_make_it_another() -> None:
     one = signature("exit", 1, "step", "ConnectionError: port 12345 at 0x7f3a")
     assert one == signature("exit", 1, "step", "ConnectionError: port 999 at 0x1")

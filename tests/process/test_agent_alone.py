@@ -406,7 +406,7 @@ def test_agent_and_keeper_killed_together(launch: Launch) -> None:
     launch.wait()
     launch.until(lambda: not any(map(alive, pids)), 2.0)
     left = {path.suffix for path in launch.left()}
-    assert left == {".spool", ".keeper", ".ranks", ".stacks", ".logs", ""}
+    assert left == {".spool", ".keeper", ".ranks", ".stacks", ".logs", ".ft", ""}
     launch.supervisor.close()
     launch.supervisor = ScriptedSupervisor(launch.folder)
     launch.go("pass")

@@ -153,11 +153,11 @@ def test_the_first_failing_ranks_error_file_is_left_where_the_launcher_was_told_
     assert job.launch("raise SystemExit(3)").wait(30) == 3
     message = json.loads(path.read_text())["message"]
     assert (message["message"], message["errorCode"]) == ("rank 0: exit code 3", 3)
-    recorded = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "...", "timestamp": "7"}}}
-    text = json.dumps(recorded)
+    recorded = {"message": "ValueError: no", "extraInfo": {"py_callstack": "...", "timestamp": "7"}}
+    text = json.dumps({"message": recorded})
     script = f"import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r})\nraise SystemExit(4)"
     assert job.launch(script).wait(30) == 4
-    assert json.loads(path.read_text()) == recorded
+    assert json.loads(path.read_text()) == {"message": recorded | {"errorCode": 4}}, "as torchrun's agent adds it"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(job.folder))
     assert job.launch("raise SystemExit(3)").wait(30) == 3
     assert f"rsup: cannot write TORCHELASTIC_ERROR_FILE {job.folder}: Is a directory" in job.err()

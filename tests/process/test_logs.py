@@ -485,10 +485,11 @@ def test_a_temporary_directory_without_an_error_file_goes_also_after_failure(
 def test_a_single_rank_keeps_the_terminal(tmp_path: Path) -> None:
     terminal, side = pty.openpty()
     with open(side, "w") as screen, open(tmp_path / "err", "w+") as err:
-        for options, ranks, passed in ((LogOptions(), 1, True), (LogOptions(), 2, False), (LogOptions(tee=1), 1, False)):
+        for options, ranks, kept in ((LogOptions(), 1, True), (LogOptions(), 2, False), (LogOptions(tee=1), 1, False)):
             logs = LogPump(options, ranks, stdout=screen, stderr=err)
             pipes = logs.open_rank(1, 0, 0)
-            assert (os.isatty(pipes.stdout_fd), os.isatty(pipes.stderr_fd), pipes.passthrough) == (passed, False, passed)
+            assert (os.isatty(pipes.stdout_fd), os.isatty(pipes.stderr_fd), pipes.passthrough) == (kept, False, False)
+            assert logs.resize() == kept
             pipes.close_writer_ends()
             logs.close(success=True)
     os.close(terminal)

@@ -1,0 +1,204 @@
+"""Which device each local rank gets: as found, unless a device must be avoided. Pure.
+
+Ranks take the device with the ordinal `LOCAL_RANK`. With nothing to avoid among the visible devices nothing is changed, not
+even set. Otherwise the fewest ranks are moved:
+
+1. A device that no rank should use (suspect or quarantined) is swapped with a spare; suspects come last in the list,
+   quarantined ones stay out of it. Both stay in use where the others do not suffice.
+2. A rank that must not run again where it ran (a result of its was rejected there) gets another device *and* another ordinal,
+   by exchanging `LOCAL_RANK` with a rank beside it: Megatron-LM's rerun machine tells devices apart by node name and ordinal
+   only, and would take another board at the same ordinal for the same one.
+
+Lists that we write name devices as the user did, or by index, with `CUDA_DEVICE_ORDER=PCI_BUS_ID`. Where it is not known which
+board an index means (unlike boards, counted fastest first), a list of the user's is left alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rsup.launcher.visible_devices import Naming, VisibleDevice, VisibleList
+from rsup.supervisor.wire import AvoidedDevice, Device
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """The answer. `ordinals[i]` is the `LOCAL_RANK` of local rank i, `devices[i]` the device that it then takes."""
+
+    devices: tuple[Device, ...]
+    ordinals: tuple[int, ...]
+    listed: tuple[Device, ...] = ()
+    """The devices by ordinal."""
+    shown: str | None = None
+    """The new `CUDA_VISIBLE_DEVICES`; None: as found. With indices, `CUDA_DEVICE_ORDER` has to be `PCI_BUS_ID`."""
+    is_by_index: bool = False
+    lines: tuple[str, ...] = ()
+    """What was changed, or could not be, and why: a line each, for people."""
+
+    def environment(self) -> dict[str, str]:
+        """The variables that change for every rank; `LOCAL_RANK` is not among them."""
+        if self.shown is None:
+            return {}
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.is_by_index else {}
+        return {"CUDA_VISIBLE_DEVICES": self.shown} | order
+
+
+def place(
+    visible: VisibleList,
+    stand_ins: Sequence[Device],
+    num_ranks: int,
+    avoided: Sequence[AvoidedDevice],
+    first_rank: int = 0,
+) -> DevicePlacement:
+    """Place the local ranks, global ranks from `first_rank`. `stand_ins`: their devices where no GPU is visible."""
+    return _Placing(visible, stand_ins, num_ranks, avoided, first_rank).done()
+
+
+class _Placing:
+    """One placement in progress."""
+
+    def __init__(
+        self,
+        visible: VisibleList,
+        stand_ins: Sequence[Device],
+        num_ranks: int,
+        avoided: Sequence[AvoidedDevice],
+        first_rank: int,
+    ) -> None:
+        listed = visible.devices or tuple(VisibleDevice(device, "") for device in stand_ins)
+        uuids = {one.device.uuid for one in listed}
+        ranks = range(first_rank, first_rank + num_ranks)
+        self._avoided = [a for a in avoided if a.device in uuids and (a.rank is None or a.rank in ranks)]
+        self._visible, self._has_gpus = visible, bool(visible.devices)
+        self._found = listed
+        self._listed = list(listed)
+        self._num_ranks, self._first_rank = num_ranks, first_rank
+        self._ordinals = list(range(num_ranks))
+        self._lines: list[str] = []
+
+    def done(self) -> DevicePlacement:
+        if self._avoided:
+            if self._may_write():
+                self._avoid_devices()
+            self._part_ranks()
+            self._say_what_stays()
+        changed = [one.word for one in self._listed] != [one.word for one in self._found]
+        by_index = self._visible.naming is Naming.INDEX
+        shown = ",".join(str(one.index) if by_index else one.word for one in self._listed) if changed else None
+        if shown is not None:
+            self._lines.append(f"CUDA_VISIBLE_DEVICES={shown} in this attempt")
+        return DevicePlacement(
+            tuple(self._device_at(ordinal) for ordinal in self._ordinals),
+            tuple(self._ordinals),
+            tuple(one.device for one in self._listed),
+            shown,
+            by_index,
+            tuple(self._lines),
+        )
+
+    # ------------------------------------------------------------------------------------------- devices nobody should use
+
+    def _may_write(self) -> bool:
+        if not self._has_gpus:
+            return False
+        if self._visible.was_set and not self._visible.is_certain:
+            self._lines.append(
+                "CUDA_VISIBLE_DEVICES is left as it is: boards of several models, and indices that count the fastest first;"
+                " set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name devices by UUID"
+            )
+            return False
+        return True
+
+    def _avoid_devices(self) -> None:
+        """Swap what ranks should not use with spares; put the rest of it last, or leave it out."""
+        listed, used = self._listed, min(self._num_ranks, len(self._listed))
+        if self._num_ranks == 1 and any(a.rank is not None for a in self._avoided):
+            return  # the rank must go to another ordinal: the list stays as it is
+        for place in sorted(range(used), key=lambda i: -self._badness(listed[i])):
+            spare = min(range(used, len(listed)), key=lambda i: (self._badness(listed[i]), i), default=None)
+            if spare is not None and self._badness(listed[spare]) < self._badness(listed[place]):
+                bad = listed[place]
+                listed[place], listed[spare] = listed[spare], bad
+                self._lines.append(f"{_named(listed[place])} is used in place of {_named(bad)}: {self._reason(bad)}")
+        tail = sorted(listed[used:], key=self._badness)
+        left_out = [one for one in tail if self._badness(one) == 2]
+        if [one for one in tail if one not in left_out] == listed[used:]:
+            return
+        listed[used:] = [one for one in tail if one not in left_out]
+        for one in left_out:
+            self._lines.append(f"{_named(one)} is left out: {self._reason(one)}")
+
+    def _badness(self, one: VisibleDevice) -> int:
+        """2: quarantined, 1: suspect, 0: nothing is known against it."""
+        return max((2 if a.quarantined else 1 for a in self._avoided if a.device == one.device.uuid), default=0)
+
+    def _reason(self, one: VisibleDevice) -> str:
+        return next(a.reason for a in self._avoided if a.device == one.device.uuid)
+
+    # ---------------------------------------------------------------------------------- ranks that must not run there again
+
+    def _part_ranks(self) -> None:
+        """Give each such rank another device at another ordinal."""
+        for local_rank in range(self._num_ranks):
+            if self._fits(local_rank, self._ordinals[local_rank]):
+                continue
+            before = self._ordinals[local_rank]
+            moved = self._to_spare() if self._num_ranks == 1 else self._swap(local_rank)
+            if moved is not None:
+                self._lines.append(self._moved_text(local_rank, before, moved))
+
+    def _to_spare(self) -> str | None:
+        """The only rank of the node takes a spare device by its ordinal: nobody is there to exchange `LOCAL_RANK` with."""
+        fitting = [ordinal for ordinal in range(len(self._listed)) if self._fits(0, ordinal)]
+        if not fitting:
+            return None
+        self._ordinals[0] = min(fitting, key=lambda ordinal: (self._badness(self._listed[ordinal]), ordinal))
+        return ""
+
+    def _swap(self, local_rank: int) -> str | None:
+        def preference(other: int) -> tuple[bool, bool, int]:
+            unlike = self._device_at(self._ordinals[other]).model != self._device_at(self._ordinals[local_rank]).model
+            return bool(self._own(other)), unlike, abs(other - local_rank)
+
+        for other in sorted((i for i in range(self._num_ranks) if i != local_rank), key=preference):
+            mine, theirs = self._ordinals[local_rank], self._ordinals[other]
+            if self._fits(local_rank, theirs) and self._fits(other, mine):
+                self._ordinals[local_rank], self._ordinals[other] = theirs, mine
+                return f"; rank {self._first_rank + other} takes its place, with {_named_device(self._device_at(mine))}"
+        return None
+
+    def _fits(self, local_rank: int, ordinal: int) -> bool:
+        own = self._own(local_rank)
+        device = self._device_at(ordinal).uuid
+        return all(a.device != device and a.ordinal != ordinal for a in own)
+
+    def _own(self, local_rank: int) -> list[AvoidedDevice]:
+        return [a for a in self._avoided if a.rank == self._first_rank + local_rank]
+
+    def _moved_text(self, local_rank: int, before: int, more: str) -> str:
+        rank, ordinal = self._first_rank + local_rank, self._ordinals[local_rank]
+        own = self._own(local_rank)[-1]
+        now = _named_device(self._device_at(ordinal))
+        return f"rank {rank} runs on {now} in place of {own.device} (LOCAL_RANK {ordinal}, was {before}): {own.reason}{more}"
+
+    # ----------------------------------------------------------------------------------------------------------------------
+
+    def _say_what_stays(self) -> None:
+        for local_rank, ordinal in enumerate(self._ordinals):
+            rank, device = self._first_rank + local_rank, self._device_at(ordinal)
+            if not self._fits(local_rank, ordinal):
+                self._lines.append(f"rank {rank} stays on {_named_device(device)}: there is no other device for it here")
+        used = {self._device_at(ordinal).uuid for ordinal in self._ordinals}
+        for avoided in self._avoided:
+            if avoided.rank is None and avoided.device in used:
+                self._lines.append(f"{avoided.device} stays in use, no other device is free: {avoided.reason}")
+
+    def _device_at(self, ordinal: int) -> Device:
+        return self._listed[ordinal % len(self._listed)].device
+
+
+def _named(one: VisibleDevice) -> str:
+    return f"device {one.index} ({one.device.uuid})" if one.index >= 0 else _named_device(one.device)
+
+
+def _named_device(device: Device) -> str:
+    return device.uuid or device.pci_bus_id or "an unnamed device"

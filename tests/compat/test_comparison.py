@@ -1,0 +1,30 @@
+"""Public complaints about torchrun: rsup is right in every row, and where torchrun was seen to be wrong, it still is."""
+
+import pytest
+
+from tests.compat.comparison import playing
+from tests.compat.comparison.row import RSUP, TORCHRUN, Row
+
+ROWS = playing.all_rows()
+
+
+def _parameters(rows: list[Row]) -> list[object]:
+    return [pytest.param(row, id=row.number, marks=[pytest.mark.slow] if "slow" in row.tags else []) for row in rows]
+
+
+@pytest.mark.parametrize("row", _parameters(ROWS))
+def test_rsup_is_right(row: Row) -> None:
+    seen = playing.play(row, RSUP)
+    assert seen.right, f"{row.number}, {row.title}: {seen.text}; right: {row.right}"
+
+
+@pytest.mark.parametrize("row", _parameters([row for row in ROWS if row.torchrun_fails and "table only" not in row.tags]))
+def test_torchrun_is_not(row: Row) -> None:
+    """If this fails, torchrun has been mended: say so in the row."""
+    seen = playing.play(row, TORCHRUN)
+    assert not seen.right, f"{row.number}, {row.title}: {seen.text}"
+
+
+def test_rows_have_names_of_their_own() -> None:
+    numbers = [row.number for row in ROWS]
+    assert len(numbers) == len(set(numbers)), sorted(number for number in numbers if numbers.count(number) > 1)
