@@ -27,8 +27,8 @@ from rsup.launcher.file_timers import kill_in_sessions, open_timers
 from rsup.launcher.iteration_file import IterationFile
 from rsup.launcher.keeper_process import DELIVER_WITHIN_S
 from rsup.launcher.launch_options import LaunchOptions
-from rsup.launcher.nvrx_service import NvrxService
 from rsup.launcher.memory_kills import MemoryKills
+from rsup.launcher.nvrx_service import NvrxService
 from rsup.launcher.orphans import OrphanWatch
 from rsup.launcher.process_ending import HAS_PROCESSES
 from rsup.launcher.process_machine import decide, new_state
@@ -286,9 +286,7 @@ class Agent:
                 self._events.append(ev.RankMessage(hello.attempt, local_rank, message))
 
     def _hear_nvrx(self) -> None:
-        self._events.extend(
-            ev.RankMessage(said.attempt, said.local_rank, said.message) for said in self._nvrx.take_messages()
-        )
+        self._events.extend(ev.RankMessage(said.attempt, said.local_rank, said.message) for said in self._nvrx.take_messages())
 
     def _hear_death(self, group: RankGroup, local_rank: int) -> None:
         process = group.processes[local_rank]

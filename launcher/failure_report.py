@@ -95,8 +95,7 @@ def signal_name(number: int) -> str:
 
 def is_victim(exited: RankExited) -> bool:
     """Whether the rank was ended by us, or fell over because a peer had gone."""
-    was_shot = exited.signal == signal.SIGKILL  # nothing that it had printed before is the reason
-    return bool(exited.by_us) or (not was_shot and bool(_AFTERMATH.search(exited.error)))
+    return bool(exited.by_us) or bool(_AFTERMATH.search(exited.error))
 
 
 def first_failure(exits: Sequence[RankExited]) -> RankExited | None:
@@ -117,7 +116,8 @@ def failure_report(
     """The report of a failed attempt: the first failing rank with its error and last log lines, the others in a line each
     kind, what to run next. Printable text, at most `MAX_REPORT_LINES` lines. Empty if no rank failed and there is no reason.
 
-    `rank`: who failed first in the decider's judgement. `stood_in`: ranks that were alive when stacks were taken, with the innermost frame of each.
+    `rank`: who failed first in the decider's judgement. `stood_in`: ranks that were alive when stacks
+    were taken, with the innermost frame of each.
     """
     first = next((e for e in exits if e.exit_code and e.rank == rank), None) or first_failure(exits)
     if first is None and not reason:

@@ -102,29 +102,31 @@ def rank_died(turn: Turn, event: RankDied) -> None:
     if event.attempt != state.attempt or not state.ranks or not state.ranks[event.local_rank].alive:
         return
     rank = state.ranks[event.local_rank]
+    by_us = "" if event.was_dying else rank.signalled
+    was_shot = event.signal == signal.SIGKILL and not by_us  # by somebody else: what its log says is older than that
     fact = wire.RankExited(
         at_us=turn.now.wall_us,
         attempt=event.attempt,
         rank=rank.rank,
         exit_code=event.exit_code,
         signal=event.signal,
-        by_us=rank.signalled,
+        by_us=by_us,
         iteration=event.iteration,
         section=event.section,
-        error=event.error,
+        error="" if was_shot and not event.traceback else event.error,
         traceback=event.traceback,
         log_tail=event.log_tail,
         declared=rank.declared,
         declared_reason=rank.declared_reason,
         saved=rank.saved,
         rejected=list(event.rejected),
-        killer=event.killer if not rank.signalled else "",
+        killer=event.killer if not by_us else "",
     )
     turn.fact(fact)
     turn.set(exits=(*turn.state.exits, fact))
     turn.set_rank(event.local_rank, exit_code=event.exit_code)
     process_requests.rank_left(turn, event.local_rank)
-    if event.exit_code and not rank.signalled and state.failed_at is None:
+    if event.exit_code and not by_us and state.failed_at is None:
         turn.set(failed_at=turn.now.mono_s)
     if not turn.state.alive:
         reap(turn, "all ranks of the attempt have exited")

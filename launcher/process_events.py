@@ -77,6 +77,8 @@ class RankDied(Struct, frozen=True):
     log_tail: str = ""
     rejected: tuple[wire.RejectedResult, ...] = ()
     killer: str = ""
+    was_dying: bool = False
+    """It was on its way out already when we signalled it: the kernel frees a process with GPU memory for a while."""
 
 
 class AllReaped(Struct, frozen=True):

@@ -13,6 +13,7 @@ from rsup.launcher.failure_report import read_error_file, telling_line
 from rsup.launcher.launch_options import LaunchOptions, rank_command
 from rsup.launcher.logs import LogPump, RankPipes
 from rsup.launcher.process_events import RankDied
+from rsup.launcher.process_table import EXITING_FLAG
 from rsup.launcher.processes import ProcessId, RankProcess, SpawnError, describe, marked_processes, reap_everything, spawn_rank
 from rsup.launcher.rank_environment import SessionPlaces, rank_environment
 from rsup.launcher.rank_seats import RankSeats
@@ -61,6 +62,8 @@ class RankGroup:
         self._told_to_end = False
         self._is_patient = False
         self._notes: list[str] = []
+        self._signalled: set[int] = set()
+        self._dying: set[int] = set()
 
     @property
     def sessions(self) -> list[int]:
@@ -151,6 +154,7 @@ class RankGroup:
             wire.clip(traceback, 16 * 1024),
             wire.clip(tail, 16 * 1024),
             tuple(rejected),
+            was_dying=process.local_rank in self._dying,
         )
 
     def _rejected_by(self, local_rank: int, exit_code: int) -> list[wire.RejectedResult]:
@@ -170,6 +174,9 @@ class RankGroup:
         for process in self.processes:
             if process.local_rank not in local_ranks:
                 continue
+            if process.local_rank not in self._signalled and _is_dying(process.pid):
+                self._dying.add(process.local_rank)
+            self._signalled.add(process.local_rank)
             if whole_session:
                 process.signal_session(signum)
             else:
@@ -243,6 +250,12 @@ class RankGroup:
             process.close()
         self._reap_until_s = None
         return True
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether the kernel is taking the process down already, for a reason of its own."""
+    found = read_stat(pid)
+    return found is not None and bool(found.flags & EXITING_FLAG)
 
 
 def _is_pipe_or_file(descriptor: int) -> bool:

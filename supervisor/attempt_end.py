@@ -183,9 +183,7 @@ def open_incident(turn: Turn, incident: IncidentSaved) -> None:
     turn.record(incident)
 
 
-def stop_attempt(
-    turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None, stacks_within_s: float = 0.0
-) -> float:
+def stop_attempt(turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None, stacks_within_s: float = 0.0) -> float:
     """Tell every node on which ranks may live to end them; return the longest grace given."""
     state = turn.state
     nodes, longest_s = [], 0.0

@@ -76,8 +76,6 @@ def first_mover(exits: Iterable[tuple[int, RankExit]]) -> tuple[int, RankExit] |
 
 def weight(exit_: RankExit) -> int:
     """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog. The lightest came first."""
-    if exit_.signal == signals.SIGKILL and not exit_.by_us:
-        return 0  # somebody's doing, whatever it had printed before
     if is_of_a_watchdog(exit_.error):
         return 2
     return 1 if is_of_a_peer(exit_.error) else 0

@@ -248,7 +248,7 @@ class JobState(Struct, frozen=True, kw_only=True):
     """In force: the configured ones and those calculated."""
     observed: Observed = Observed()
     avoid: list[AvoidedDevice] = []
-    """Devices to be avoided from the next attempt on. One with a rank belongs to an open case of Megatron-LM's rerun machine."""
+    """Devices to be avoided from the next attempt on; one with a rank is of an open case of Megatron-LM's rerun machine."""
     reruns: int = 0
     """Restarts of this launch for a rerun on another device."""
     requests: list[str] = []

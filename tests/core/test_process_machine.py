@@ -272,6 +272,14 @@ def test_a_failed_rank_leaves_its_siblings_to_the_decider() -> None:
     assert facts(agent.die(0, 143, 15), wire.RankExited)[0].by_us == "rank 1 was killed"
 
 
+def test_a_rank_that_was_dying_when_it_was_signalled_did_not_die_of_that() -> None:
+    agent = Agent().run()
+    agent.die(0, 1)  # a victim that was faster to end than the rank whose GPU memory the kernel was still freeing
+    agent.order(wire.StopAttempt(0, "rank 0 exited with code 1", 1, 5.0))
+    (fact,) = facts(agent.feed(ev.RankDied(1, 1, 137, 9, killer=wire.NOT_OURS, was_dying=True)), wire.RankExited)
+    assert (fact.by_us, fact.killer) == ("", wire.NOT_OURS)
+
+
 def test_sigkill_follows_when_the_grace_is_over() -> None:
     agent = Agent().run()
     agent.order(wire.StopAttempt(0, "r", 1, 5.0))

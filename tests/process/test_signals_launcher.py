@@ -146,7 +146,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launch: Callable[..., Laun
     one = launch("rank.py")
     one.process.send_signal(signal.SIGTSTP)
     until(lambda: (stat := read_stat(one.process.pid)) is not None and stat.state == "T")
-    assert one.states() == ["T", "T"]
+    until(lambda: one.states() == ["T", "T"])
     one.process.send_signal(signal.SIGCONT)
     until(lambda: one.states() and "T" not in one.states())
     (one.folder / "end").touch()
