@@ -10,6 +10,7 @@ A rank that came from a standby is a rank as any other: a session of its own tha
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -45,6 +46,7 @@ class StandbyPool:
         self._num_deaths = 0
         self._said_ready = self._said_short = False
         self._num_warm = 0
+        self._learned: tuple[str, ...] = ()
         self._reports: dict[Path, int] = {}
 
     @property
@@ -164,10 +166,14 @@ class StandbyPool:
             self._said_ready = True
             self._note("info", f"{_count(len(self._standbys))} ready, {self.size_bytes >> 20} MB: a restart costs no imports")
 
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        return self._learned or self.options.preload
+
     def start(self, local_rank: int, seat: Seat) -> None:
         """Start one now; `tick` does it when it is due."""
         try:
-            self._standbys[local_rank] = start_standby(self.options, local_rank, seat)
+            self._standbys[local_rank] = start_standby(self._preload, local_rank, seat, is_module=self.options.module)
         except SpawnError as error:
             self._give_up(str(error))
 
@@ -215,23 +221,30 @@ class StandbyPool:
     def end_attempt_start(self, num_ranks: int) -> None:
         """All ranks were started: say how, if any could have been warm."""
         if self._num_warm:
-            self._note(
-                "info", f"{self._num_warm} of {num_ranks} rank{'s'[: num_ranks > 1]} started warm: nothing was imported again"
-            )
+            self._note("info", f"{self._num_warm} of {num_ranks} rank{'s'[: num_ranks > 1]} took over a warm standby")
 
     def _read_reports(self) -> None:
         for path, local_rank in list(self._reports.items()):
             try:
-                reason = path.read_text(errors="replace")
+                report = json.loads(path.read_text(errors="replace"))
                 path.unlink()
-            except OSError:
+            except (OSError, ValueError):
                 continue
             del self._reports[path]
-            self._note("info", f"local rank {local_rank} started cold after all: {reason}")
-            if self._is_wanted:
-                self._is_wanted = False
-                self._note("info", "no more warm standbys for this job: they would not help it")
-                self._end_all()
+            self._note("info", f"local rank {local_rank} started cold after all: {report['reason']}")
+            self._learn(report["preload"])
+
+    def _learn(self, preload: list[str]) -> None:
+        """A standby was no use: import first, from now on, what the script imports first; or keep none."""
+        first = (*preload, "torch", *self.options.preload)
+        if preload and self._learned in ((), first):
+            if not self._learned:
+                self._note("info", f"the next warm standbys import {', '.join(preload)} before torch, as the script does")
+            self._learned = first
+        elif self._is_wanted:
+            self._is_wanted = False
+            self._note("info", "no more warm standbys for this job: they would not help it")
+        self._end_all()
 
     # --------------------------------------------------------------------------------------------------------------- end
 

@@ -41,7 +41,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 LATE = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint")
 """What training imports; constructing DDP alone pulls in `torch._dynamo`."""
@@ -153,12 +153,15 @@ class ColdStart:
         self._report = report
         self._pid = os.getpid()
 
-    def take_over(self, reason: str) -> None:
-        """Execute it. Returns only in a process that the script forked: there is nothing to start again in that one."""
+    def take_over(self, reason: str, preload: Sequence[str] = ()) -> None:
+        """Execute it. `preload`: what standbys of this script had better import first. Returns only in a process that the
+        script forked: there is nothing to start again in that one."""
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(OSError), open(self._report, "w", encoding="utf-8", errors="replace") as file:
-            file.write(reason)
+        with contextlib.suppress(OSError), open(f"{self._report}.new", "w", encoding="ascii") as file:
+            json.dump({"reason": reason, "preload": list(preload)}, file)
+        with contextlib.suppress(OSError):
+            os.replace(f"{self._report}.new", self._report)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -172,7 +175,7 @@ class ColdStart:
 class Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for the hidden modules until the first of them is imported; then it puts them back, or starts cold."""
 
-    def __init__(self, hidden: dict[str, ModuleType], what_changed: Callable[[], str], cold: ColdStart) -> None:
+    def __init__(self, hidden: dict[str, ModuleType], what_changed: Callable[[], "Change | None"], cold: ColdStart) -> None:
         self._hidden = hidden
         self._what_changed = what_changed
         self._cold = cold
@@ -192,8 +195,8 @@ class Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """The module imported ahead; or the cold start, which does not return."""
-        if reason := self._what_changed():
-            self._cold.take_over(reason)
+        if change := self._what_changed():
+            self._cold.take_over(change.reason, change.preload)
         module = self._hidden[spec.name]
         self._spec_of_module = module.__spec__
         return module
@@ -207,26 +210,34 @@ class Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.meta_path.remove(self)
 
 
+class Change(NamedTuple):
+    """Why torch may not have been imported ahead; `preload`: what could be imported ahead of it, in that order."""
+
+    reason: str
+    preload: Sequence[str] = ()
+
+
 def _what_changed(
     environment: dict[str, str], path: list[str], known: frozenset[str], roots: frozenset[str], inert: tuple[str, ...]
-) -> str:
-    """What the script did before its first import of torch that could have led that import elsewhere; empty: nothing."""
+) -> Change | None:
+    """What the script did before its first import of torch that could have led that import elsewhere; None: nothing."""
     names = sorted(
         name
         for name in environment.keys() | os.environ.keys()
         if environment.get(name) != os.environ.get(name) and name not in INERT_NAMES and not name.startswith(inert)
     )
     if names:
-        return f"the script changes {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} before it imports torch"
+        some = f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        return Change(f"the script changes {some} before it imports torch")
     if [entry for entry in sys.path if entry in path] != path:
-        return "the script removes entries of sys.path or moves them before it imports torch"
+        return Change("the script removes entries of sys.path or moves them before it imports torch")
     for entry in sys.path:
         if entry not in path and (shadow := _offered(entry) & roots):
-            return f"the script adds {entry} to sys.path before it imports torch, and that has a {sorted(shadow)[0]} too"
+            return Change(f"the script adds {entry} to sys.path before it imports torch, and that has a {min(shadow)} too")
     if native := [name for name in sys.modules if name not in known and _is_foreign_native(sys.modules[name])]:
         own = _own_imports(known) or [native[0].partition(".")[0]]
-        return f"the script imports {native[0]} before torch: --preload {','.join(own)},torch keeps that order"
-    return ""
+        return Change(f"the script imports {native[0]} before torch: --preload {','.join(own)},torch keeps that order", own)
+    return None
 
 
 def _own_imports(known: frozenset[str]) -> list[str]:

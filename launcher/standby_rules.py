@@ -92,10 +92,10 @@ def can_wait(options: LaunchOptions) -> bool:
     return options.module or os.path.isfile(options.training_script)
 
 
-def standby_command(options: LaunchOptions, seat: Seat, link_fd: int) -> list[str]:
+def standby_command(preload: Sequence[str], seat: Seat, link_fd: int, *, is_module: bool) -> list[str]:
     """The command of a standby for the rank whose own is `python -u [-m] WORD...`."""
-    kind, num_before = ("module", 3) if options.module else ("script", 2)
-    words = [kind, ",".join(options.preload), *seat.command[num_before:]]
+    kind, num_before = ("module", 3) if is_module else ("script", 2)
+    words = [kind, ",".join(preload), *seat.command[num_before:]]
     return [seat.command[0], "-u", standby_process.__file__, str(link_fd), *words]
 
 

@@ -10,12 +10,11 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.processes import RankProcess, SpawnError, spawn_rank
 from rsup.launcher.stacks import process_state
 from rsup.launcher.standby_rules import Seat, standby_command
@@ -79,14 +78,14 @@ class Standby:
         self.process.close()
 
 
-def start_standby(options: LaunchOptions, local_rank: int, seat: Seat) -> Standby:
+def start_standby(preload: Sequence[str], local_rank: int, seat: Seat, *, is_module: bool) -> Standby:
     """Start one. Raise `SpawnError` if the interpreter cannot be run."""
     ours, theirs = socket.socketpair()
     complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the standby
     nowhere = os.open(os.devnull, os.O_RDWR)
     try:
         process = spawn_rank(
-            standby_command(options, seat, theirs.fileno()),
+            standby_command(preload, seat, theirs.fileno(), is_module=is_module),
             seat.environment,
             local_rank=local_rank,
             stdin=None,

@@ -39,7 +39,7 @@ def test_a_restart_imports_nothing_again(place: Place) -> None:
     job.ends(0)
     assert "attempt 1 rank 0 warm False" in job.stdout
     assert {f"attempt 2 rank {rank} warm True" for rank in (0, 1)} <= set(job.stdout.splitlines())
-    assert "2 of 2 ranks started warm" in events(place, "w1")
+    assert "2 of 2 ranks took over a warm standby" in events(place, "w1")
 
 
 def test_no_standby(place: Place) -> None:
