@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both make .venv and install what they need.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -26,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/rsup demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -7,13 +7,15 @@
 Importing this imports neither torch nor the launcher.
 """
 
+import os
 from collections.abc import Sequence
 
 __all__ = ["main", "parse_min_max_nnodes"]
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run one launch with these arguments (default: the process's) and return when the job has succeeded.
+def main(args: Sequence[str | os.PathLike[str] | float] | None = None) -> None:
+    """Run one launch with these arguments (default: the process's) and return when the job has succeeded. Paths and numbers
+    will do where a word is meant.
 
     May be called any number of times, from any thread, and in a daemonic `multiprocessing.Process`. What the ranks print
     goes through the caller's `sys.stdout` and `sys.stderr`. Called from the main thread, it passes signals on to the ranks

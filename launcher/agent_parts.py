@@ -132,11 +132,14 @@ def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider, invento
 
 
 def _versions(options: LaunchOptions) -> dict[str, str]:
-    """What the ranks of this node import, where other nodes could have something else. Reading it takes 40 ms."""
-    if options.max_nodes == 1 or options.no_python or os.environ.get("PYTHON_EXEC"):
+    """What this node runs and its ranks import, where other nodes could have something else. Reading it takes 40 ms. What ranks
+    of another interpreter import is not known here."""
+    if options.max_nodes == 1:
         return {}
-    from rsup.launcher.versions import installed_versions
+    from rsup.launcher.versions import installed_versions, rsup_version
 
+    if options.no_python or os.environ.get("PYTHON_EXEC"):
+        return {"rsup": rsup_version()}
     return installed_versions()
 
 

@@ -170,16 +170,23 @@ def _also_failed_lines(first: RankExited, others: Sequence[RankExited]) -> list[
 
 
 def _victim_lines(first: RankExited, others: Sequence[RankExited]) -> list[str]:
-    """Who was ended by us, with which signal, and who fell over because a peer had gone; each kind in one line."""
+    """Who was ended by us, with which signal; who left by himself when asked to; who fell over because a peer had gone. A line
+    each kind."""
     lines = []
     for signum in sorted({e.signal for e in others if e.by_us}):
         ended = [e for e in others if e.by_us and e.signal == signum]
-        how = f"with {signal_name(signum)}" if signum else "and left with a code of their own"
-        lines.append(f"  ended by rsup {how}: {_ranks(ended)}, {_later(ended, first)}")
+        how = f"ended by rsup with {signal_name(signum)}" if signum else f"left by {_left_text(ended)} to end"
+        lines.append(f"  {how}: {_ranks(ended)}, {_later(ended, first)}")
     fallen = [e for e in others if is_victim(e) and not e.by_us]
     if fallen:
         lines.append(f"  victims, of a lost peer: {_ranks(fallen)}, {_later(fallen, first)}: {_one_line(fallen[0].error)}")
     return lines
+
+
+def _left_text(exits: Sequence[RankExited]) -> str:
+    codes = ", ".join(map(str, sorted({e.exit_code for e in exits})))
+    themselves, them = ("itself", "it") if len(exits) == 1 else ("themselves", "them")
+    return f"{themselves} (exit {codes}) after rsup asked {them}"
 
 
 def _stack_lines(job_id: str, stood_in: Sequence[tuple[int, str]]) -> list[str]:

@@ -1,11 +1,12 @@
 """Options about how long ranks have to end: by signal, and before the scheduler ends everything."""
 
 import signal
+import time
 from collections.abc import Mapping, Sequence
 
 from rsup.launcher.option_table import Option
 from rsup.launcher.option_values import UNLIMITED_WORDS, OptionValues
-from rsup.launcher.scheduler_deadline import VARIABLE, read_end_time
+from rsup.launcher.scheduler_deadline import VARIABLE, is_moved, read_end_time
 
 GRACE_OPTIONS: Sequence[Option] = (
     Option(
@@ -43,8 +44,14 @@ def read_signal_graces(values: OptionValues) -> dict[signal.Signals, float]:
 
 
 def read_deadline(values: OptionValues, environ: Mapping[str, str]) -> float | None:
-    """Seconds since 1970; None: the job has no end that we know of."""
+    """Seconds since 1970; None: the job has no end that we know of. A note says so if it is so long over that it is ignored."""
     text = values.maybe_text("deadline")
     if text is None:
-        return read_end_time(environ)
-    return None if text.strip().lower() in UNLIMITED_WORDS else values.number("deadline", text, at_least=1)
+        end_s, source = read_end_time(environ), f"{VARIABLE}={environ.get(VARIABLE)}"
+    elif text.strip().lower() in UNLIMITED_WORDS:
+        return None
+    else:
+        end_s, source = values.number("deadline", text, at_least=1), values.settings["deadline"].source
+    if end_s is not None and is_moved(end_s, time.time()):
+        values.notes.append(f"{source} is in the past: it is ignored, and no grace is shortened")
+    return end_s

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from rsup.launcher.reaping import ProcessId, Survivor, open_process, reap_everything, send_signal
 from rsup.launcher.store_host import StoreHost
-from rsup.launcher.stray_ranks import end_strays
+from rsup.launcher.stray_ranks import end_strays, strays_text
 from rsup.supervisor import places, wire
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
@@ -130,7 +130,7 @@ class KeeperProcess:
     def _end_strays(self) -> None:
         """What a launch left here before us that was killed with its keeper: done by us since the agent is in a hurry."""
         if strays := end_strays():
-            named = ", ".join(map(str, strays[:MAX_NAMED])) + (", ..." if strays[MAX_NAMED:] else "")
+            named = strays_text(strays, MAX_NAMED)
             self._say(f"ended with SIGKILL what ranks of a dead launch had left running on this node: {named}")
 
     def _wait_for_end(self) -> bool:

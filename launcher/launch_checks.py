@@ -43,6 +43,22 @@ def notes_of_places(options: LaunchOptions) -> list[str]:
     return [f"{usual} cannot be written, so the store of this user is in {found}"]
 
 
+def notes_of_preload(options: LaunchOptions) -> list[str]:
+    """A line where a module that standbys are to import cannot be found. Imports nothing: of a dotted name the root alone is
+    looked for."""
+    if options.no_standby or options.no_python or os.environ.get("PYTHON_EXEC"):
+        return []
+    here = _working_directory()
+    script = os.path.join(here, options.training_script)
+    beside = here if options.module else script if os.path.isdir(script) else os.path.dirname(script)
+    sys_path = [beside, *sys.path]
+    roots = dict.fromkeys(name.partition(".")[0] for name in options.preload)
+    missing = [root for root in roots if not (_find(root, sys_path) or _find(root, None))]
+    if not missing:
+        return []
+    return [f"--preload {', '.join(missing)}: not found here, so standbys go without; check the name and PYTHONPATH"]
+
+
 def check_script(options: LaunchOptions) -> None:
     """Raise `UsageError` if it is certain that the ranks could not even be started."""
     script = options.training_script

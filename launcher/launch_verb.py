@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     try:
         options = parse_launch(argv)
         launch_checks.check(options)
-        for note in (*options.notes, *launch_checks.notes_of_places(options)):
+        for note in (*options.notes, *launch_checks.notes_of_places(options), *launch_checks.notes_of_preload(options)):
             print(f"rsup launch: note: {note}", file=sys.stderr)
         run: Callable[[LaunchOptions], int] = importlib.import_module("rsup.launcher.agent").run
         return run(options)

@@ -1,8 +1,10 @@
 """rsup's own options: the table, and the few values that need more than a type."""
 
+import re
 from collections.abc import Mapping, Sequence
 
-from rsup.launcher.option_table import Option
+from rsup.launcher.log_lines import PREFIX_FIELDS
+from rsup.launcher.option_table import BadValue, Option, did_you_mean
 from rsup.launcher.option_values import OptionValues
 from rsup.supervisor import places
 from rsup.supervisor.wire import UsageError
@@ -144,8 +146,24 @@ OWN_OPTIONS: Sequence[Option] = (
 )
 
 
-def read_ranks_filter(values: OptionValues) -> frozenset[int] | None:
-    """Ranks of the job whose output reaches the console; None: all."""
+_PREFIX_VARIABLE = re.compile(r"\$(?:\$|\{([^}]*)\}?|([A-Za-z_]\w*))", re.ASCII)
+
+
+def read_log_prefix(values: OptionValues) -> str | None:
+    """Text in front of each line, None: as torchrun. Refuses what `prefix_text` would leave as it is written."""
+    text = values.maybe_text("log_prefix")
+    for match in _PREFIX_VARIABLE.finditer(text or ""):
+        name = match[1] if match[1] is not None else match[2]
+        is_open = match[0].startswith("${") and not match[0].endswith("}")
+        if name is not None and (name not in PREFIX_FIELDS or is_open):
+            known = ", ".join(f"${{{field}}}" for field in PREFIX_FIELDS)
+            meant = did_you_mean(name.lower(), PREFIX_FIELDS)
+            raise BadValue(f"{values.settings['log_prefix'].source}: {match[0]} is none of {known}{meant}; $$ stands for $")
+    return text
+
+
+def read_ranks_filter(values: OptionValues, num_ranks: int | None) -> frozenset[int] | None:
+    """Ranks of the job whose output reaches the console; None: all. `num_ranks`: of the job, where that is known."""
     ranks: set[int] = set()
     text = values.text("ranks_filter").strip()
     for part in text.split(",") if text else ():
@@ -155,6 +173,10 @@ def read_ranks_filter(values: OptionValues) -> frozenset[int] | None:
         if dash and int(last) < int(first):
             values.fail("ranks_filter", f"{first}-{last}: the smaller rank comes first; write {last}-{first}")
         ranks.update(range(int(first), int(last or first) + 1))
+    if num_ranks is not None and ranks and max(ranks) >= num_ranks:
+        have = "there is only rank 0" if num_ranks == 1 else f"there are only 0 to {num_ranks - 1}"
+        none = ": no rank's output is shown" if min(ranks) >= num_ranks else ""
+        values.notes.append(f"--ranks-filter names rank {min(r for r in ranks if r >= num_ranks)}, but {have}{none}")
     return frozenset(ranks) if text else None
 
 

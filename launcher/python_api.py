@@ -36,12 +36,23 @@ END_MARGIN_S = 15.0
 """Beyond the ranks' grace: how long a launcher that was told to stop gets before it is killed."""
 
 
-def run(args: Sequence[str] | None) -> None:
+def run(args: Sequence[object] | None) -> None:
     """`rsup.launcher.main`."""
-    options = read_options(list(sys.argv[1:] if args is None else args))
-    for note in options.notes:
+    options = read_options([_word(argument) for argument in (sys.argv[1:] if args is None else args)])
+    for note in (*options.notes, *launch_checks.notes_of_preload(options)):
         print(f"rsup launch: note: {note}", file=sys.stderr)
     run_options(options)
+
+
+def _word(argument: object) -> str:
+    """An argument as a command line would have it. Raises `BadValue` for what is neither text, a path nor a number."""
+    if isinstance(argument, str):
+        return argument
+    if isinstance(argument, bytes | os.PathLike):
+        return os.fsdecode(argument)
+    if isinstance(argument, int | float) and not isinstance(argument, bool):
+        return str(argument)
+    raise BadValue(f"argument {argument!r} is of type {type(argument).__name__}; give text, a path or a number")
 
 
 def read_options(words: list[str]) -> LaunchOptions:

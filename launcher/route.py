@@ -16,6 +16,8 @@ from rsup.supervisor.wire import UsageError
 
 DEFAULT_PORT = 29400
 _CONNECT_WITHIN_S = 0.5
+_GREETING_BYTES = 10
+"""Of a ZeroMQ socket, sent to whoever connects: 0xFF, 8 bytes, 0x7F (ZMTP 3.1, RFC 37)."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,14 @@ def _source_address(host: str, port: int) -> str:
 
 
 def why_silent(host: str, port: int) -> str:
-    """Why no supervisor answers there, as far as one try to connect tells: a clause with what to do. Takes half a second at
+    """Why no supervisor answers there, as far as one try to connect tells: a clause with what to do. Takes a second at
     most where the resolver is quick."""
     found = find_host(host, port)
     if found.problem:
         return _no_address(host, found)
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_WITHIN_S).close()
+        with socket.create_connection((host, port), timeout=_CONNECT_WITHIN_S) as connection:
+            greeting = _greeting(connection)
     except ConnectionRefusedError:
         if found.is_here:
             return "it is an address of this host, where nothing listens; the first node is the one with --node-rank 0"
@@ -166,4 +169,20 @@ def why_silent(host: str, port: int) -> str:
         why = error.strerror or "no answer"
         return f"no connection ({why}); is the first node up, and can this node reach that address and port?"
     holder = f": {port_holder(port)}" if found.is_here else ""
-    return f"what listens there does not answer as rsup does{holder}; is the port right, and the first node no torchrun?"
+    if greeting and len(greeting) == _GREETING_BYTES and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
+        return (
+            f"what listens there speaks ZeroMQ, but does not answer this node{holder}; have both the same port and --key-file?"
+        )
+    or_hung = "" if greeting is not None else ", or one that hangs"
+    what = f"something accepts connections there, but is no rsup supervisor{or_hung}{holder}"
+    return f"{what}; is the port right, and the first node no torchrun?"
+
+
+def _greeting(connection: socket.socket) -> bytes | None:
+    """What it says first; empty if it hangs up, None if it waits for us."""
+    try:
+        return connection.recv(_GREETING_BYTES)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""

@@ -50,8 +50,13 @@ def is_over(end_s: float | None, wall_s: float, margin_s: float) -> bool:
     return left_s is not None and left_s <= margin_s
 
 
+def is_moved(end_s: float, wall_s: float) -> bool:
+    """Whether that end is so long over that everything would have been killed: it has been moved, or was never right."""
+    return wall_s >= end_s + KILL_WAIT_S
+
+
 def _left_s(end_s: float | None, wall_s: float) -> float | None:
     """Until everything is killed; None if that is not known."""
-    if end_s is None or wall_s >= end_s + KILL_WAIT_S:
+    if end_s is None or is_moved(end_s, wall_s):
         return None
     return end_s - wall_s if wall_s < end_s else end_s + KILL_WAIT_S - wall_s

@@ -19,6 +19,7 @@ from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.processes import RankProcess, SpawnError
 from rsup.launcher.standby_memory import free_bytes, own_bytes
 from rsup.launcher.standby_rules import Seat, Situation, can_wait, what_changed, why_none
+from rsup.launcher.standby_script import script_path, why_not_twice
 from rsup.launcher.standby_waiter import Standby, start_standby
 
 LOOK_EVERY_S = 0.5
@@ -38,6 +39,8 @@ class StandbyPool:
         self._is_wanted = can_wait(options)
         self._reports_dir = reports_dir
         self._standbys: dict[int, Standby] = {}
+        self._stuck: list[Standby] = []
+        """Killed, and still not gone."""
         self._notes: list[tuple[str, str]] = []
         self._next_look_s = 0.0
         self._torch_loaded_s: float | None = None
@@ -45,6 +48,7 @@ class StandbyPool:
         self._pause_until_s = 0.0
         self._num_deaths = 0
         self._said_ready = self._said_short = False
+        self._has_read_script = False
         self._num_warm = 0
         self._learned: tuple[str, ...] = ()
         self._reports: dict[Path, int] = {}
@@ -52,7 +56,7 @@ class StandbyPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Processes that belong to no attempt."""
-        return tuple(standby.process.pid for standby in self._standbys.values())
+        return tuple(standby.process.pid for standby in (*self._standbys.values(), *self._stuck))
 
     @property
     def num_ready(self) -> int:
@@ -87,6 +91,7 @@ class StandbyPool:
     ) -> None:
         """Look after the standbys. `pids`: the living ranks. `seats`: by local rank, as this attempt's."""
         self._next_look_s = now_s + LOOK_EVERY_S
+        self._stuck = [standby for standby in self._stuck if not standby.end(0.0)]
         self._read_reports()
         self._look_at_standbys(now_s)
         if not self._is_wanted:
@@ -110,11 +115,21 @@ class StandbyPool:
             self._pause_until_s,
         )
         why = why_none(seen, now_s)
-        if not why:
+        if not why and (reason := self._why_not_twice()):
+            self._give_up(reason)
+        elif not why:
             self.start(missing[0], seats[missing[0]])
         elif why == "too little memory is free" and not self._said_short:
             self._said_short = True
             self._note("info", f"no warm standbys: {seen.free_bytes >> 20} MB are free; a restart will import everything again")
+
+    def _why_not_twice(self) -> str:
+        """What the script does before it imports torch, if that stands against a standby. It is read once."""
+        if self._has_read_script:
+            return ""
+        self._has_read_script = True
+        options = self.options
+        return why_not_twice(script_path(options.training_script, is_module=options.module))
 
     def _look_at_standbys(self, now_s: float) -> None:
         for local_rank, standby in list(self._standbys.items()):
@@ -137,14 +152,14 @@ class StandbyPool:
 
     def _give_up(self, reason: str) -> None:
         self._is_wanted = False
-        self._note("warning", f"no warm standbys for this job: {reason}")
+        self._note("info", f"no warm standbys for this job: {reason}")
         self._end_all()
 
     def _bury(self, local_rank: int, now_s: float) -> None:
         standby = self._standbys.pop(local_rank)
         line = standby.last_line()
         code, signum = standby.process.exit_status() or (0, 0)
-        standby.end()
+        self._end(standby)
         self._num_deaths += 1
         self._pause_until_s = now_s + PAUSE_S
         how = f"was killed by {signal.Signals(signum).name}" if signum else f"ended with code {code}"
@@ -188,7 +203,7 @@ class StandbyPool:
         for local_rank, standby in list(self._standbys.items()):
             standby.look()
             if not standby.is_ready:
-                self._standbys.pop(local_rank).end()
+                self._end(self._standbys.pop(local_rank))
 
     def take(
         self,
@@ -208,7 +223,7 @@ class StandbyPool:
             self._num_warm += 1
             self._reports[report] = local_rank
             return standby.process
-        standby.end()
+        self._end(standby)
         return None
 
     def _is_usable(self, standby: Standby, seat: Seat) -> bool:
@@ -231,7 +246,10 @@ class StandbyPool:
             except (OSError, ValueError):
                 continue
             del self._reports[path]
-            self._note("info", f"local rank {local_rank} started cold after all: {report['reason']}")
+            if report["is_cold"]:
+                self._note("info", f"local rank {local_rank} started cold after all: {report['reason']}")
+            else:
+                self._note("warning", f"local rank {local_rank}: {report['reason']}")
             self._learn(report["preload"])
 
     def _learn(self, preload: list[str]) -> None:
@@ -253,11 +271,16 @@ class StandbyPool:
         self._is_wanted = False
         self._end_all()
 
+    def _end(self, standby: Standby) -> None:
+        if not standby.end():
+            self._stuck.append(standby)
+            self._note("warning", f"the warm standby {standby.process.pid} does not end on SIGKILL: it is stuck in the kernel")
+
     def _end_all(self) -> None:
         for standby in self._standbys.values():
             standby.process.signal_leader(signal.SIGKILL)
         for standby in self._standbys.values():
-            standby.end()
+            self._end(standby)
         self._standbys.clear()
 
     def _note(self, level: str, text: str) -> None:

@@ -10,7 +10,8 @@ That is only right if the script would have imported torch in this very environm
 hidden from `sys.modules` again until the script asks for it: its first import looks at what the script changed before. If that
 could matter, or torch was replaced on disk meanwhile, the process executes the cold start in its own place, with the same pid,
 the original environment and working directory, and leaves a line that says why. Until then the script has only run what stands
-before its first import of torch.
+before its first import of torch. What plain `import torch` does not load (`torch._dynamo`, say) stays hidden longer, until it
+is asked for: a variable that its import reads may still be set before, and then the cold start takes over too.
 
 Only the standard library: it runs in the ranks' interpreter, whatever that has installed.
 """
@@ -62,6 +63,8 @@ INERT_NAMES = frozenset(
     }
 )
 """Read when CUDA starts or is asked for, not when torch is imported."""
+TORCH_PREFIXES = ("TORCH", "PYTORCH_", "TRITON_")
+GPU_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/", "/dev/accel")
 INERT_PREFIXES = ("NCCL_", "MASTER_", "GLOO_")
 LIBRARY_PREFIXES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TRANSFORMERS_", "WANDB_")
 """Read by libraries that torch does not load: they matter only if something else was imported ahead too."""
@@ -95,6 +98,9 @@ class Standby:
         self._files: list[tuple[str, int, int]] = []
         self._known: frozenset[str] = frozenset()
         self._has_preloaded = False
+        self._late: dict[str, ModuleType] = {}
+        self._late_reads: frozenset[str] = frozenset()
+        """Names of variables that the import of the late modules looks at."""
         self.problems: list[str] = []
         self.opened_gpu = ""
         """The module whose import opened a GPU: waiting like this would hold its memory."""
@@ -103,14 +109,13 @@ class Standby:
         """Import `preload` and what training imports late, and hide it. A module that is missing or fails is only noted."""
         before = set(sys.modules)
         names = [*preload, *LATE] if "torch" in preload else [*LATE, *preload]
-        for name in (*names, OURS):
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # whatever a module raises
-                if name in preload or name == "torch":
-                    self.problems.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
-            if not self.opened_gpu and _has_opened_gpu():
-                self.opened_gpu = name
+        num_first = names.index("torch") + 1
+        self._import(names[:num_first], preload)
+        early = set(sys.modules)
+        with _reads_of_environment() as reads:
+            self._import([*names[num_first:], OURS], preload)
+        self._late_reads = frozenset(reads)
+        self._late = {name: module for name, module in sys.modules.items() if name not in early and _is_of_torch(name)}
         self._has_preloaded = any(name.partition(".")[0] not in ("torch", "rsup") for name in preload)
         roots = {"torch", *(name.partition(".")[0] for name in preload)} - {"rsup"}
         self._hidden = {
@@ -120,21 +125,38 @@ class Standby:
             _signature(sys.modules[root].__file__) for root in roots if getattr(sys.modules.get(root), "__file__", None)
         ]
 
+    def _import(self, names: Sequence[str], preload: Sequence[str]) -> None:
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # whatever a module raises
+                if name in preload or name == "torch":
+                    self.problems.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+            if not self.opened_gpu and _has_opened_gpu():
+                self.opened_gpu = name
+
     def become_rank(self, environment: dict[str, str], report: str) -> None:
         """Run the script. `report`: file for the reason if the cold start takes over."""
         _set_environment(environment)
         sys.orig_argv = self._cold_argv()
         cold = ColdStart(self._cold_argv(), environment, os.getcwd(), report)
-        for name in self._hidden:
-            del sys.modules[name]
+        late_attributes = _hide(self._late)
+        early = {name: module for name, module in self._hidden.items() if name not in self._late}
+        _hide(early)
         self._known = frozenset(sys.modules)
         if any(_signature(path) != (path, *rest) for path, *rest in self._files):
             cold.take_over("a module imported ahead was replaced on disk")
         path = list(sys.path)
         roots = frozenset(name.partition(".")[0] for name in (*self._hidden, *self._known))
         inert = INERT_PREFIXES if self._has_preloaded else INERT_PREFIXES + LIBRARY_PREFIXES
-        guard = Guard(self._hidden, lambda: _what_changed(environment, path, self._known, roots, inert), cold)
-        sys.meta_path.insert(0, guard)
+        watched = WatchedEnvironment(environment, self._late_reads, cold)
+
+        def late_is_back() -> None:
+            _show(late_attributes)
+            watched.end()
+
+        late = Guard(self._late, lambda: None, cold, late_is_back)
+        Guard(early, lambda: _what_changed(environment, path, self._known, roots, inert), cold, late.begin).begin()
         _close_own_main()
         run = _run_module if self._kind == "module" else _run_script
         run(self._words)
@@ -152,40 +174,75 @@ class ColdStart:
         self._folder = folder
         self._report = report
         self._pid = os.getpid()
+        self._ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._cpus = os.sched_getaffinity(0)
+        self._umask = os.umask(0o22)
+        os.umask(self._umask)
 
     def take_over(self, reason: str, preload: Sequence[str] = ()) -> None:
         """Execute it. `preload`: what standbys of this script had better import first. Returns only in a process that the
         script forked: there is nothing to start again in that one."""
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(OSError), open(f"{self._report}.new", "w", encoding="ascii") as file:
-            json.dump({"reason": reason, "preload": list(preload)}, file)
-        with contextlib.suppress(OSError):
-            os.replace(f"{self._report}.new", self._report)
+        self.leave_word(reason, preload, is_cold=True)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that would be inherited
-            signal.signal(number, signal.SIG_DFL)
+        self._undo_what_exec_keeps()
+        os.execve(self._argv[0], self._argv, self._environment)
+
+    def leave_word(self, reason: str, preload: Sequence[str] = (), *, is_cold: bool) -> None:
+        """Tell the agent."""
+        with contextlib.suppress(OSError):
+            with open(f"{self._report}.new", "w", encoding="ascii") as file:
+                json.dump({"reason": reason, "preload": list(preload), "is_cold": is_cold}, file)
+            os.replace(f"{self._report}.new", self._report)
+
+    def _undo_what_exec_keeps(self) -> None:
+        """Ignored signals (Python's own SIGPIPE and SIGXFSZ, too), mask, umask, CPUs, folder, inheritable descriptors."""
+        for number in signal.valid_signals():
+            kept = number in self._ignored and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+            if signal.getsignal(number) is signal.SIG_IGN and not kept:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        os.umask(self._umask)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(OSError):
             os.chdir(self._folder)
-        os.execve(self._argv[0], self._argv, self._environment)
+        for number_text in os.listdir("/proc/self/fd"):
+            if int(number_text) >= NUM_STREAMS:
+                with contextlib.suppress(OSError):
+                    os.set_inheritable(int(number_text), False)
 
 
 class Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for the hidden modules until the first of them is imported; then it puts them back, or starts cold."""
 
-    def __init__(self, hidden: dict[str, ModuleType], what_changed: Callable[[], "Change | None"], cold: ColdStart) -> None:
+    def __init__(
+        self,
+        hidden: dict[str, ModuleType],
+        what_changed: Callable[[], "Change | None"],
+        cold: ColdStart,
+        then: Callable[[], object],
+    ) -> None:
+        """`then` is called when they have been put back."""
         self._hidden = hidden
         self._what_changed = what_changed
         self._cold = cold
+        self._then = then
+
+    def begin(self) -> None:
+        """From now on; the modules are hidden already."""
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A spec for a hidden root; asking for one (`importlib.util.find_spec`) is not yet importing it."""
+        """A spec for a hidden module; asking for one (`importlib.util.find_spec`) is not yet importing it."""
         module = self._hidden.get(fullname)
-        if module is None or "." in fullname:
+        if module is None:
             return None
         real = module.__spec__
         spec = importlib.machinery.ModuleSpec(fullname, self, origin=real.origin if real else None)
@@ -204,10 +261,44 @@ class Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put everything back: it has been executed long ago."""
         module.__spec__ = self._spec_of_module
-        for name, hidden in self._hidden.items():
-            sys.modules.setdefault(name, hidden)
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
+        for name, hidden in self._hidden.items():
+            sys.modules.setdefault(name, hidden)
+        self._then()
+
+
+class WatchedEnvironment:
+    """Between torch and its late modules: a variable that their import reads is not to change, or the start must be cold."""
+
+    def __init__(self, environment: dict[str, str], names: frozenset[str], cold: ColdStart) -> None:
+        self._environment = environment
+        self._names = names
+        self._cold = cold
+        self._calls = os.putenv, os.unsetenv
+        os.putenv, os.unsetenv = self._putenv, self._unsetenv
+
+    def end(self) -> None:
+        """The late modules are there: what is set from now on comes after their import in a cold start too."""
+        os.putenv, os.unsetenv = self._calls
+
+    def _putenv(self, name: Any, value: Any) -> None:
+        self._calls[0](name, value)
+        self._look(os.fsdecode(name), os.fsdecode(value))
+
+    def _unsetenv(self, name: Any) -> None:
+        self._calls[1](name)
+        self._look(os.fsdecode(name), None)
+
+    def _look(self, name: str, value: str | None) -> None:
+        matters = (name in self._names or name.startswith(TORCH_PREFIXES)) and name not in INERT_NAMES
+        if not matters or self._environment.get(name) == value or "torch" not in sys.modules:
+            return
+        reason = f"the script changes {name}, which a part of torch that was imported ahead has read"
+        if sys.modules["torch"].distributed.is_available() and sys.modules["torch.distributed"].is_initialized():
+            self._cold.leave_word(f"{reason}; it has no effect in this attempt", is_cold=False)  # peers wait for us already
+        else:
+            self._cold.take_over(reason)
 
 
 class Change(NamedTuple):
@@ -252,10 +343,49 @@ def _own_imports(known: frozenset[str]) -> list[str]:
     return [name for name in installed if name in named or name in under_way]
 
 
+@contextlib.contextmanager
+def _reads_of_environment() -> Iterator[set[str]]:
+    """The names of the variables that are looked up in `os.environ`."""
+    names: set[str] = set()
+    encode = os.environ.encodekey
+
+    def note(name: Any) -> Any:
+        names.add(str(name))
+        return encode(name)
+
+    os.environ.encodekey = note
+    try:
+        yield names
+    finally:
+        os.environ.encodekey = encode
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "functorch")
+
+
+def _hide(modules: dict[str, ModuleType]) -> list[tuple[str, str]]:
+    """Take modules out of `sys.modules`, and out of the packages that they are attributes of: those are returned."""
+    attributes = []
+    for name, module in modules.items():
+        del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        package = sys.modules.get(parent) if parent not in modules else None
+        if package is not None and package.__dict__.get(child) is module:
+            delattr(package, child)
+            attributes.append((parent, child))
+    return attributes
+
+
+def _show(attributes: list[tuple[str, str]]) -> None:
+    for parent, child in attributes:
+        setattr(sys.modules[parent], child, sys.modules[f"{parent}.{child}"])
+
+
 def _has_opened_gpu() -> bool:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith("/dev/nvidia-uvm"):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(GPU_DEVICES):
                 return True
     return False
 
@@ -370,7 +500,9 @@ def _in_the_background() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     yield
     if is_idle:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        for thread in os.listdir("/proc/self/task"):  # libraries may have started some
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
     _write("/proc/self/oom_score_adj", adjustment)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -20,6 +21,7 @@ from rsup.launcher.stacks import process_state
 from rsup.launcher.standby_rules import Seat, standby_command
 
 HAND_OVER_S = 1.0
+END_WITHIN_S = 1.0
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Standby:
     @property
     def can_listen(self) -> bool:
         """Whether it is alive and runs."""
-        return self.process.exit_status() is None and process_state(self.process.pid) not in ("", "T", "t", "Z")
+        return self.process.exit_status() is None and process_state(self.process.pid) not in ("", "T", "t", "Z", "D")
 
     def become(self, seat: Seat, report: Path, stdin: int | None, stdout_fd: int, stderr_fd: int) -> bool:
         """Let it be the rank; False if it does not take that, and has to be ended. `report`: see `StandbyPool`."""
@@ -66,16 +68,17 @@ class Standby:
         lines = self.complaints.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def end(self) -> None:
-        """Kill and reap it; what it was doing helps nobody."""
+    def end(self, within_s: float = END_WITHIN_S) -> bool:
+        """Kill and reap it; what it was doing helps nobody. False if it is stuck in the kernel: say it again later."""
         self.link.close()
         self.complaints.close()
         if self.process.exit_status() is None:
             self.process.signal_session(signal.SIGKILL)
             self.process.signal_leader(signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        if self.process.exit_status() is None and not select.select([self.process], [], [], within_s)[0]:
+            return False
         self.process.close()
+        return True
 
 
 def start_standby(preload: Sequence[str], local_rank: int, seat: Seat, *, is_module: bool) -> Standby:

@@ -11,6 +11,8 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rsup.launcher import rank_tag
 from rsup.launcher.process_table import (
@@ -25,24 +27,57 @@ from rsup.launcher.process_table import (
 )
 
 WITHIN_S = 1.0
+MAX_JOB_ID_BYTES = 100
+_JOB_VARIABLE = b"RSUP_JOB_ID="
 
 
-def end_strays() -> list[Survivor]:
+@dataclass(frozen=True)
+class Stray:
+    """A process that was left over. `job_id`: of its launch, empty where it has wiped its environment."""
+
+    process: Survivor
+    launcher_pid: int
+    job_id: str
+
+
+def end_strays() -> list[Stray]:
     """SIGKILL what ranks of dead launchers left behind, and wait for its end, at most a second. Return what it was."""
-    ended: list[Survivor] = []
+    ended: list[Stray] = []
     own = rank_tag.read_tag(os.getpid())
     until_s = time.monotonic() + WITHIN_S
     for stat in all_processes():
-        if _is_stray(stat, own):
-            said = describe(stat.process)
+        tag = rank_tag.read_tag(stat.pid)
+        if tag is not None and tag != own and _is_stray(stat, tag):
+            stray = Stray(describe(stat.process), tag.agent_pid, _job_of(stat))
             if _end(stat, until_s):
-                ended.append(said)
+                ended.append(stray)
     return ended
 
 
-def _is_stray(stat: ProcessStat, own: rank_tag.RankTag | None) -> bool:
-    tag = rank_tag.read_tag(stat.pid)
-    if tag is None or tag == own or is_dead(stat) or not _is_launcher_dead(tag.agent_pid, stat):
+def strays_text(strays: Sequence[Stray], max_named: int) -> str:
+    """`launcher 7 of job j (dead): 9 (sleep, S), 10 (sh, S); launcher 8 (dead): 11 (sleep, S)`"""
+    jobs = {stray.launcher_pid: f" of job {stray.job_id}" for stray in strays if stray.job_id}
+    named: dict[int, list[str]] = {}
+    for stray in strays[:max_named]:
+        named.setdefault(stray.launcher_pid, []).append(str(stray.process))
+    text = "; ".join(f"launcher {pid}{jobs.get(pid, '')} (dead): {', '.join(found)}" for pid, found in named.items())
+    return text + (", ..." if strays[max_named:] else "")
+
+
+def _job_of(stat: ProcessStat) -> str:
+    if stat.state == "D":
+        return ""  # reading its environment could block too
+    try:
+        with open(f"/proc/{stat.pid}/environ", "rb", buffering=0) as file:
+            words = file.readall().split(b"\0")
+    except OSError:
+        return ""
+    found = next((word for word in words if word.startswith(_JOB_VARIABLE)), b"").removeprefix(_JOB_VARIABLE)
+    return found.decode(errors="replace") if len(found) <= MAX_JOB_ID_BYTES and found.isascii() else ""
+
+
+def _is_stray(stat: ProcessStat, tag: rank_tag.RankTag) -> bool:
+    if is_dead(stat) or not _is_launcher_dead(tag.agent_pid, stat):
         return False
     try:
         ours = os.stat(f"/proc/{stat.pid}").st_uid == os.geteuid()

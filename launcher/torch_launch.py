@@ -3,11 +3,12 @@
 The same as `rsup launch --pass-local-rank`: scripts get `--local-rank=N` as their first argument, unless `--use-env` is given.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str | os.PathLike[str] | float] | None = None) -> None:
     """As `rsup.launcher.main`, with `--local-rank`."""
     from rsup.launcher import main as launch
 

@@ -1,5 +1,8 @@
 """The text that a launcher prints when its job has ended badly: what failed, where, why."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 from rsup.supervisor.failure import exit_text
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import AgentState, JobState, RankExit, Role
@@ -28,11 +31,20 @@ def report_text(state: JobState, result: JobResult) -> str:
             lines += [f"    | {line}" for line in exit_.log_tail.splitlines()[-MAX_LOG_LINES:]]
     if len(failing) > MAX_REPORTED:
         lines.append(f"  and {plural(len(failing) - MAX_REPORTED, 'more rank')}")
-    killed = sum(1 for _, exit_, _ in exits if exit_.by_us)
-    if killed:
-        lines.append(f"  {plural(killed, 'rank')} {'was' if killed == 1 else 'were'} ended by us after that")
+    lines += _asked_lines([exit_ for _, exit_, _ in exits if exit_.by_us])
     gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
     if gone:
         lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")
     lines.append(f"  the whole story: rsup events {state.key.job_id}")
     return "\n".join(lines)
+
+
+def _asked_lines(exits: Sequence[RankExit]) -> list[str]:
+    """How many of those that we had signalled died of a signal, and how many left by themselves, with which codes."""
+    killed = sum(1 for exit_ in exits if exit_.signal)
+    lines = [f"  {plural(killed, 'rank')} {'was' if killed == 1 else 'were'} ended by us after that"] if killed else []
+    codes = Counter(exit_.exit_code for exit_ in exits if not exit_.signal)
+    for code, number in sorted(codes.items()):
+        themselves, them = ("itself", "it") if number == 1 else ("themselves", "them")
+        lines.append(f"  {plural(number, 'rank')} left by {themselves} (exit {code}) after we asked {them} to end")
+    return lines

@@ -13,7 +13,8 @@ MAX_LINE_CHARS = 200
 
 
 def exit_lines(incident: Json) -> list[str]:
-    """First the one that failed first, with its last lines; then the others that failed by themselves; then whom we ended."""
+    """First the one that failed first, with its last lines; then the others that failed by themselves; then those whom we had
+    signalled."""
     exits: Sequence[Json] = incident["exits"]
     own = sorted(
         (e for e in exits if not e["by_us"]), key=lambda e: (e["rank"] != incident["culprit"], is_of_a_peer(e["error"]))
@@ -36,11 +37,17 @@ def _ended_by_us(exits: Sequence[Json], first: Json) -> list[str]:
     lines = []
     for name in sorted({e["signal_name"] for e in exits if e["by_us"]}):
         ended = [e for e in exits if e["by_us"] and e["signal_name"] == name]
-        how = f"by {name}" if name else "and left with codes of their own"
         why = clean(ended[0]["by_us"]).split(" has failed: ")[0]
         why += " has failed" if " has failed: " in ended[0]["by_us"] else ""
-        lines.append(f"  {'ended by us':<12} {_ranks(ended)} {how}, {_later(ended[0], first)}: {why}")
+        what, how = ("ended by us", f"by {name}") if name else ("left", f"by {_left_text(ended)} to end")
+        lines.append(f"  {what:<12} {_ranks(ended)} {how}, {_later(ended[0], first)}: {why}")
     return lines
+
+
+def _left_text(exits: Sequence[Json]) -> str:
+    codes = ", ".join(map(str, sorted({e["exit_code"] for e in exits})))
+    themselves, them = ("itself", "it") if len(exits) == 1 else ("themselves", "them")
+    return f"{themselves} (exit {codes}) after we asked {them}"
 
 
 def _how(one: Json) -> str:

@@ -1,4 +1,4 @@
-"""Whether the nodes of a job have the same Python, torch and NCCL. A difference is said, never a reason to refuse."""
+"""Whether the nodes of a job have the same rsup, Python, torch and NCCL. A difference is said, never a reason to refuse."""
 
 from collections.abc import Iterable
 

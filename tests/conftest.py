@@ -1,5 +1,6 @@
 """Every test runs with a state and a runtime directory of its own, and nothing that it started may outlive the run."""
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rsup.launcher.processes import PR_SET_CHILD_SUBREAPER
 
 RUN_MARK = f"RSUP_TEST_RUN={uuid.uuid4().hex}"
 
@@ -43,6 +46,13 @@ def nothing_is_left() -> Iterator[None]:
     new_boards = set(Path("/dev/shm").glob("rsup-board-*")) - boards_before
     orphans = [path for path in new_boards if not Path(f"/proc/{path.name.split('-')[3]}").exists()]  # others' jobs live on
     assert not orphans, f"left lying about: {orphans}"
+
+
+@pytest.fixture(autouse=True)
+def orphans_go_to_init() -> Iterator[None]:
+    """A test that made itself the parent of orphans does so for itself only: later ones would find zombies of daemons."""
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)

@@ -97,6 +97,9 @@ REFUSED = [
     ("--require-supervisor s.py", "--require-supervisor: which one?"),
     ("--supervisor nowhere s.py", "--supervisor nowhere: must be HOST:PORT"),
     ("--supervisor http://h:1 s.py", "--supervisor http://h:1: must be HOST:PORT"),
+    ("--log-prefix ${foo} s.py", "--log-prefix ${foo}: ${foo} is none of ${role_name}, ${rank}, ${local_rank}"),
+    ("--log-prefix $$$Rank s.py", "$Rank is none of ${role_name}, ${rank}"),
+    ("--log-prefix ${rank s.py", "--log-prefix ${rank"),
     ("--restart always s.py", "--restart always: must be one of count, auto"),
     ("--backoff 9:3 s.py", "the longest wait, 3 s, is shorter than the first one"),
     ("--backoff x s.py", "--backoff x: must be a number"),
@@ -176,6 +179,19 @@ def test_notes_are_printed_once_each(launched: list[LaunchOptions], capsys: pyte
     assert capsys.readouterr().err == (
         "rsup launch: note: --ft-workload-check-interval has no effect: hangs are seen within 250 ms\n"
     )
+
+
+def test_modules_to_preload_that_are_not_there_get_a_note(
+    launched: list[LaunchOptions], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["launch", "--preload", "json.tool,pkg.mod,nosuch_zz.x", "s.py"]) == 7
+    assert capsys.readouterr().err == (
+        "rsup launch: note: --preload nosuch_zz: not found here, so standbys go without; check the name and PYTHONPATH\n"
+    )
+    assert "pkg" not in sys.modules
+    monkeypatch.setenv("PYTHON_EXEC", "/bin/true")
+    assert cli.main(["launch", "--preload", "nosuch_zz", "s.py"]) == 7
+    assert capsys.readouterr().err == ""
 
 
 def test_modules_are_found_without_importing_anything(launched: list[LaunchOptions]) -> None:

@@ -178,6 +178,16 @@ def test_streams_of_ranks_that_are_not_there_get_a_note() -> None:
     assert parse("--nproc-per-node 2 -r 10:3 s.py").notes == ("--redirects names local rank 10, but there are only 0 to 1",)
 
 
+def test_a_filter_of_ranks_that_are_not_there_gets_a_note() -> None:
+    (note,) = parse("--ranks-filter 5 s.py").notes
+    assert note == "--ranks-filter names rank 5, but there is only rank 0: no rank's output is shown"
+    assert parse("--nproc-per-node 2 --ranks-filter 1,7-8 s.py").notes == (
+        "--ranks-filter names rank 7, but there are only 0 to 1",
+    )
+    assert parse("--nnodes 2 --rdzv-endpoint h:5 --ranks-filter 5 s.py").notes == ()
+    assert parse("--log-prefix $$[${host}:$rank]$ s.py").log_prefix == "$$[${host}:$rank]$"
+
+
 def test_rdzv_conf_adds_up_and_quotes_do_not_matter() -> None:
     options = parse_launch(["--rdzv-conf", "'timeout=3", "--rdzv-conf", "join_timeout=7,last_call_timeout=2'", "s.py"], {})
     assert options.rdzv_conf == {"timeout": "3", "join_timeout": "7", "last_call_timeout": "2"}

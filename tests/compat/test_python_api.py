@@ -347,6 +347,13 @@ def test_an_exception_in_the_caller_ends_the_job_in_order(script: Callable[[str]
     assert not Path(f"/proc/{rank_pid(ran)}").exists()
 
 
+def test_paths_and_numbers_are_as_good_as_words(script: Callable[[str], str], ran: Path) -> None:
+    rsup.launcher.main(["--nproc-per-node", 2, Path(script(TOUCH)), ran])
+    assert numbers(ran) == {"0", "1"}
+    with pytest.raises(ValueError, match="argument None is of type NoneType"):
+        rsup.launcher.main(["x.py", None])  # type: ignore[list-item]
+
+
 def result(**changes: Any) -> dict[str, Any]:
     ended = {"exit_code": 7, "reason": "why", "rank": None, "node": "n2", "job_id": "j", "signum": 0, "failures": []}
     return {**ended, **changes}

@@ -38,6 +38,7 @@ def test_the_first_mover_is_named_and_not_its_victims() -> None:
         exited(2, 31_700, 143, signal=15, by_us="attempt 2 is stopped"),
         exited(5, 32_000, 137, signal=9, by_us="attempt 2 is stopped; the grace is over"),
         exited(4, 32_000, 0),
+        exited(6, 33_000, 3, by_us="attempt 2 is stopped"),
     ]
     lines = failure_report("t1", exits, reason="rank 3 failed").splitlines()
     assert lines[1] == "job t1 failed: rank 3 failed"
@@ -46,6 +47,7 @@ def test_the_first_mover_is_named_and_not_its_victims() -> None:
     assert "    | ValueError: loss is nan" in lines
     assert "  ended by rsup with SIGTERM: ranks 1-2, 10-11 ms later" in lines
     assert "  ended by rsup with SIGKILL: rank 5, 12 ms later" in lines
+    assert "  left by itself (exit 3) after rsup asked it to end: rank 6, 13 ms later" in lines
     gloo = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3"
     assert f"  victims, of a lost peer: rank 0, 0 ms later: {gloo}" in lines
     assert lines[-2].startswith("more: rsup report t1")
@@ -266,6 +268,8 @@ def test_how_ranks_ended_in_the_report() -> None:
         one(0, "010000", error="RuntimeError: Connection closed by peer"),
         one(1, "009000", error="ValueError: nan", last_lines=["  x", "ValueError: nan"]),
         one(2, "020000", exit_code=143, signal_name="SIGTERM", by_us="attempt 1 has failed: rank 1 did"),
+        one(3, "021000", exit_code=4, by_us="attempt 1 has failed: rank 1 did"),
+        one(4, "022000", exit_code=3, by_us="attempt 1 has failed: rank 1 did"),
     ]
     assert exit_lines({"text": "rank 0 fell", "culprit": 1, "exits": exits}) == [
         "  first        rank 1 on n1 exited with code 1: ValueError: nan",
@@ -273,6 +277,7 @@ def test_how_ranks_ended_in_the_report() -> None:
         "    |   x",
         "    | ValueError: nan",
         "  lost a peer  rank 0 on n1 exited with code 1: RuntimeError: Connection closed by peer, 1 ms later",
+        "  left         ranks 3, 4 by themselves (exit 3, 4) after we asked them to end, 12 ms later: attempt 1 has failed",
         "  ended by us  rank 2 by SIGTERM, 11 ms later: attempt 1 has failed",
     ]
     assert exit_lines({"text": "a node was lost", "culprit": None, "exits": exits[2:]}) == []

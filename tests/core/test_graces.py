@@ -56,10 +56,14 @@ def test_slurms_end_time(text: str, end_s: float | None) -> None:
 
 
 def test_the_options() -> None:
-    options = parse_launch(["--signal-grace", "TERM=110", "--signal-grace=SIGINT=0.5", "--deadline", "1767225600", "s.py"])
+    options = parse_launch(["--signal-grace", "TERM=110", "--signal-grace=SIGINT=0.5", "--deadline", "1767225600", "s.py"], {})
     assert {signum.name: grace_s for signum, grace_s in options.signal_graces.items()} == {"SIGTERM": 110, "SIGINT": 0.5}
     assert options.deadline == 1767225600
     assert parse_launch(["--deadline", "none", "s.py"]).deadline is None
+    assert options.notes == ("--deadline 1767225600 is in the past: it is ignored, and no grace is shortened",)
+    (note,) = parse_launch(["s.py"], {"SLURM_JOB_END_TIME": "1767225600"}).notes
+    assert note.startswith("SLURM_JOB_END_TIME=1767225600 is in the past")
+    assert parse_launch(["--deadline", "99999999999", "s.py"], {}).notes == ()
     for wrong in ("TERM", "NOSUCH=3", "TERM=soon", "TERM=-1"):
         with pytest.raises(wire.UsageError, match="--signal-grace"):
             parse_launch(["--signal-grace", wrong, "s.py"])

@@ -203,12 +203,15 @@ def test_a_failure_anywhere_stops_all_and_the_next_attempt_waits_for_every_rank(
     driver.start()
     again = driver.exit("b", 3, 3, error="ValueError: x")
     del again
+    driver.exit("a", 0, 0, by_us="the attempt has failed")
+    driver.exit("a", 1, 143, signal=15, by_us="the attempt has failed")
     driver.gone("a")
     driver.gone("b")
     assert driver.state.result and driver.state.result.exit_code == 3
     assert "all 1 restarts of --max-restarts are used" in driver.state.reason
     end = driver.last_command("a")
     assert isinstance(end, wire.EndJob) and "ValueError: x" in end.report
+    assert "\n  1 rank was ended by us after that\n  1 rank left by itself (exit 0) after we asked it to end\n" in end.report
 
 
 def test_the_first_mover_is_named_although_a_victim_was_heard_first() -> None:

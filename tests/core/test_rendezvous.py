@@ -103,6 +103,7 @@ def test_a_node_rank_is_free_again_when_its_holder_does_not_answer() -> None:
         ({"python": "3.11", "torch": "2.13.0"}, ""),
         ({}, ""),
         ({"torch": "2.13.0", "nccl": "2.28"}, ""),
+        ({"rsup": "0.0.9", "python": "3.11"}, "node-b has rsup 0.0.9, node node-a has rsup 0.1.0"),
         ({"python": "3.11", "torch": "2.12.1"}, "node-b has torch 2.12.1, node node-a has torch 2.13.0"),
         (
             {"python": "3.12", "torch": "2.12.1"},
@@ -112,7 +113,7 @@ def test_a_node_rank_is_free_again_when_its_holder_does_not_answer() -> None:
 )
 def test_a_node_with_other_versions_is_warned_of_and_welcome(newcomer: dict[str, str], said: str) -> None:
     driver = Driver(spec(min_nodes=3, max_nodes=3))
-    driver.join("a", agent=info("a", versions={"python": "3.11", "torch": "2.13.0"}))
+    driver.join("a", agent=info("a", versions={"rsup": "0.1.0", "python": "3.11", "torch": "2.13.0"}))
     actions = driver.join("b", agent=info("b", versions=newcomer))
     assert any(isinstance(action, SendWelcome) for action in actions)
     notices = [action for action in actions if isinstance(action, SendNotice)]

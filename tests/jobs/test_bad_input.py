@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Launched, Place, wait_until
+from tests.jobs.test_plain_jobs import is_alive
 
 TRUE = ("--nproc-per-node", "2", "--no-python", "true")
 is_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a small tmpfs, or gives a folder away")
@@ -94,7 +95,7 @@ def after_a_first_job(place: Place) -> None:
     """A store with one job, and no supervisor."""
     place.launch("--job-id", "first", *TRUE).ends(0)
     pid = place.supervisor_pid()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the supervisor's idle exit")
+    wait_until(lambda: not is_alive(pid), "the supervisor's idle exit")
 
 
 def test_a_damaged_store_is_said_and_the_job_runs(place: Place) -> None:
@@ -129,8 +130,7 @@ def test_a_state_directory_without_space(place: Place) -> None:
         place.launch("--job-id", "full", *TRUE).ends(0)
     finally:
         pids = [int(place.supervisor_pid())] if (state / "supervisor.json").exists() else []
-        for pid in pids:
-            wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "the supervisor's end")
+        wait_until(lambda: not any(map(is_alive, pids)), "the supervisor's end")
         subprocess.run(["umount", "-l", str(state)], check=True)
 
 

@@ -90,7 +90,7 @@ def test_a_stranger_at_the_endpoint_is_named(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         launched = node(place, port, "--nnodes", "2", "--rdzv-conf", "join_timeout=8", place.script("pass"))
-        wait_until(lambda: "does not answer as rsup does" in launched.stderr, "the line about the stranger")
+        wait_until(lambda: "is no rsup supervisor" in launched.stderr, "the line about the stranger")
         assert str(os.getpid()) in launched.stderr
         launched.ends(1)
     assert f"no supervisor answered at 127.0.0.1:{port} within 8 s" in launched.stderr

@@ -1,5 +1,6 @@
 """Whose a process is: nothing of a rank escapes, and nobody else is ever hit."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -174,7 +175,8 @@ def test_daemons_of_the_shell_that_became_the_launcher_live_on(prefix: Sequence[
         assert sorted(word for words in sleeping for word in words if word in ("601", "602")) == ["601", "602"]
     finally:
         for pid in children_in(tmp_path):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the first one of a pid namespace takes the others with it
+                os.kill(pid, signal.SIGKILL)
         agent.wait()
         until(lambda: not children_in(tmp_path))
 
@@ -260,14 +262,17 @@ rank = spawn_rank(words, {**os.environ, "RSUP_MARK": "d"}, local_rank=0, stdin=N
 while not os.path.exists(sys.argv[1] + "/pid"): time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 """
-END_STRAYS = "from rsup.launcher.stray_ranks import end_strays\nprint([str(found.pid) for found in end_strays()])"
+END_STRAYS = "from rsup.launcher.stray_ranks import end_strays\nprint([str(found.process.pid) for found in end_strays()])"
+
+SAY_STRAYS = "from rsup.launcher.stray_ranks import end_strays, strays_text\nprint(strays_text(end_strays(), 50))"
 
 
 def test_the_next_launch_ends_what_a_dead_one_left(mark: str, tmp_path: Path) -> None:
     """Launcher and keeper were killed. Ranks of launchers that live are left alone, and so is who carries the tag himself."""
     mine = start(mark, "sleep", "600", cwd=tmp_path)
     script = "import os, sys, time\n" + DEAD_LAUNCH
-    launcher = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), "600"], start_new_session=True)
+    words = [sys.executable, "-c", script, str(tmp_path), "600"]
+    launcher = subprocess.Popen(words, start_new_session=True, env={**os.environ, "RSUP_JOB_ID": "lost"})
     stray = number_in(tmp_path / "pid")
     assert str(stray) not in elsewhere(END_STRAYS).stdout, "its launcher lives"
     launcher.kill()
@@ -277,8 +282,10 @@ def test_the_next_launch_ends_what_a_dead_one_left(mark: str, tmp_path: Path) ->
         [sys.executable, "-c", END_STRAYS], preexec_fn=lambda: rank_tag.set_tag(tag), capture_output=True, text=True, check=True
     )
     assert str(stray) not in kin.stdout, "a launch below that rank is a part of it"
-    elsewhere(END_STRAYS)
+    said = elsewhere(SAY_STRAYS).stdout
     until(lambda: not alive(stray))
+    (line,) = [part for part in said.split("; ") if f"{stray} (sleep, S)" in part]
+    assert line.startswith(f"launcher {launcher.pid} of job lost (dead): "), "told by the one that has an environment"
     assert alive(mine.pid)
     assert reap_everything(mark, [mine.pid], time.monotonic() + 5) == []
     mine.close()

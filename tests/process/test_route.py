@@ -2,10 +2,12 @@
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.route import Route, choose_route, reachable_host, why_silent
@@ -73,4 +75,16 @@ def test_why_nobody_answers(port: int) -> None:
     assert "nothing listens" in why_silent("127.0.0.1", port) and "--node-rank 0" in why_silent("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0)) as other:
         said = why_silent("127.0.0.1", other.getsockname()[1])
-    assert "does not answer as rsup does" in said and "python" in said
+    assert "something accepts connections there, but is no rsup supervisor, or one that hangs: process" in said
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        said = why_silent("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"))
+    assert "speaks ZeroMQ" in said and "--key-file" in said
+
+
+def test_who_answers_in_another_way_is_no_supervisor() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = threading.Thread(target=lambda: other.accept()[0].close())
+        thread.start()
+        said = why_silent("127.0.0.1", other.getsockname()[1])
+        thread.join()
+    assert "is no rsup supervisor: process" in said

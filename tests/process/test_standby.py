@@ -42,7 +42,7 @@ def state():
         "threads": [t.name for t in threading.enumerate()], "session": os.getsid(0) == os.getpid(),
         "policy": os.sched_getscheduler(0), "nice": os.nice(0), "oom": open("/proc/self/oom_score_adj").read(),
         "limits": [resource.getrlimit(r) for r in range(16)], "umask": os.umask(0o22), "recursion": sys.getrecursionlimit(),
-        "meta_path": [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path],
+        "meta_path": [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path if type(f).__name__ != "Guard"],
         "hook": sys.excepthook is sys.__excepthook__,
         "warnings": sys.warnoptions, "group": os.getpgid(0) == os.getpid(),
     }}
@@ -175,12 +175,30 @@ def test_sees_what_a_cold_start_shows_with_the_real_torch(stage: Stage) -> None:
         + "found = state()\n"
         + "found['seeded'] = torch.manual_seed(1).initial_seed(), torch.rand(3).tolist()\n"
         + "found['cuda'] = torch.cuda.is_initialized(), torch.get_num_threads(), torch.get_default_dtype().is_floating_point\n"
-        + "import torch.nn.functional as F, torch._dynamo\n"
+        + "import torch.nn.functional as F, torch._dynamo, torch.distributed.checkpoint\n"
+        + "names = [n for n in sys.modules if n.startswith('torch.') and n.count('.') == 1]\n"
+        + "found['late'] = [n for n in sorted(names) if not hasattr(torch, n[6:])]\n"
+        + "found['policies'] = sorted({os.sched_getscheduler(int(t)) for t in os.listdir('/proc/self/task')})\n"
         + "found['works'] = F.relu(torch.ones(2)).tolist(), torch.__spec__.loader.__class__.__name__\n"
         + "print(json.dumps(found))"
     )
-    stage.environment["OMP_NUM_THREADS"] = "1"
+    stage.environment.pop("OMP_NUM_THREADS", None)  # libraries that are loaded start their threads
     assert differences(stage, stage.options(script, "--lr", "0.1")) == {}
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_variable_that_a_late_part_of_torch_reads_is_never_missed(stage: Stage, is_early: bool) -> None:
+    sets, late = 'os.environ["TORCHINDUCTOR_MAX_AUTOTUNE"] = "1"', "import torch._inductor.config as config"
+    first, second = (sets, late) if is_early else (late, sets)
+    script = stage.script(
+        f"import os, torch\n{first}\nos.environ['HARMLESS'] = '1'\n{second}\n"
+        "print(config.max_autotune, sorted(k for k in os.environ if k in ('HARMLESS', 'TORCHINDUCTOR_MAX_AUTOTUNE')))"
+    )
+    options = stage.options(script)
+    cold, warm = stage.cold(options), stage.warm(options)
+    assert (warm.out, warm.code) == (cold.out, cold.code), warm.err
+    assert cold.out.startswith(str(is_early))
+    assert [note for note in warm.notes if "TORCHINDUCTOR_MAX_AUTOTUNE" in note] == warm.notes[: int(is_early)]
 
 
 @pytest.mark.parametrize("kind", ["script", "script in a folder", "link", "module", "package"])

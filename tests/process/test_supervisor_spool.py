@@ -37,10 +37,10 @@ def test_facts_are_numbered_kept_and_forgotten(tmp_path: Path) -> None:
 def test_pending_is_bounded_but_never_empty(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool")
     for i in range(10):
-        spool.append(note(f"{i}" * 100))
+        spool.append(note(f"{i}" * 1000))
     assert len(spool.pending(max_facts=3)) == 3
     assert len(spool.pending(max_bytes=1)) == 1
-    assert len(spool.pending(max_bytes=300)) == 2
+    assert len(spool.pending(max_bytes=3000)) == 2
     spool.close()
 
 

@@ -68,16 +68,11 @@ class Launched:
         return [line for line in self.text.splitlines() if word in line]
 
 
-_started: "list[subprocess.Popen[str]]" = []
-"""Launchers not yet known to have ended: a recipe may leave them to whoever clears its folder."""
-
-
 def launch(peer: Peer, folder: Path, *words: str, name: str = "", env: dict[str, str] | None = None) -> Launched:
     """Start a launcher whose output goes to a file of the folder."""
     path = folder / f"output{name or f'-{time.monotonic_ns()}'}"
     with path.open("w") as output:
         process = peer.start(folder, *words, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    _started[:] = [*(one for one in _started if one.poll() is None), process]
     return Launched(process, path)
 
 

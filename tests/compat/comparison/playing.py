@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.compat.comparison.left_running import kill_all
-from tests.compat.comparison.row import Peer, Row, Seen
+from tests.compat.comparison.row import Peer, Row, Seen, end_started
 
 MODULES = "rows_*.py"
 
@@ -31,4 +31,5 @@ def play(row: Row, peer: Peer) -> Seen:
         return row.recipe(peer, folder)
     finally:
         kill_all(folder)
+        end_started()
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ A recipe is run with a `Peer` in an empty directory of its own and returns `Seen
 clause for the table. The same recipe runs with torchrun and with rsup, so that the difference is the launcher's.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,22 @@ class Seen:
     text: str
 
 
+_started: "list[subprocess.Popen[str]]" = []
+"""Launchers that nobody has waited for yet, perhaps."""
+
+
+def end_started() -> None:
+    """Kill the launchers that recipes left running, take the exit status of each, and close their pipes."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(BrokenPipeError):  # what its stdin still held for it
+                if pipe is not None:
+                    pipe.close()
+
+
 @dataclass(frozen=True)
 class Peer:
     """A launcher under comparison."""
@@ -30,8 +47,12 @@ class Peer:
 
     def start(self, folder: Path, *words: str, env: Mapping[str, str] | None = None, **popen: object) -> subprocess.Popen[str]:
         """Start it in `folder`, in a session of its own, with stdout and stderr as text pipes unless `popen` says otherwise.
-        The caller ends it. `env` is added to a clean environment: no `PET_*`, `TORCHELASTIC_*` or `RSUP_*` of ours."""
-        return subprocess.Popen([*self.program, *words], **self._settings(folder, env) | popen)  # type: ignore[call-overload,no-any-return]
+        A recipe may leave it to `end_started`. `env` is added to a clean environment: no `PET_*`, `TORCHELASTIC_*` or `RSUP_*`
+        of ours."""
+        process: subprocess.Popen[str]
+        process = subprocess.Popen([*self.program, *words], **self._settings(folder, env) | popen)  # type: ignore[call-overload]
+        _started.append(process)
+        return process
 
     def run(
         self, folder: Path, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
