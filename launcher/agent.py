@@ -219,6 +219,7 @@ class Agent:
         )
 
     def _can_restart(self) -> bool:
+        """Whether standbys could be of use. A guess: the decider decides, by more than the number of restarts."""
         start, options = self._state.start, self._options
         if start is None or self._state.signum or self._state.ending:
             return False

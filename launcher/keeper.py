@@ -175,7 +175,8 @@ class Keeper:
         self._send(companion.Goodbye())
         if not select.select([self._pidfd], [], [], GOODBYE_WITHIN_S)[0]:
             self._popen.kill()
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: the agent's loop must not be
+            self._popen.wait(GOODBYE_WITHIN_S)
         self._link.close()
         os.close(self._pidfd)
         self._pidfd = -1

@@ -23,6 +23,7 @@ from rsup.launcher.stacks import process_state
 from rsup.supervisor import wire
 from rsup.supervisor.places import MAX_SOCKET_PATH_BYTES
 
+KILLED_WITHIN_S = 1.0
 BACKLOG = 128
 MAX_STARTS = 10
 """A server that dies that often cannot live here."""
@@ -193,7 +194,8 @@ class NvrxService:
             self._link.close()
         os.close(self._pidfd)
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: the agent's loop must not be
+            self._process.wait(KILLED_WITHIN_S)
         self._process, self._link, self._pidfd = None, None, -1
 
     def _read(self) -> None:

@@ -73,7 +73,7 @@ class RankGroup:
     def spawn(self, inherited: Mapping[str, str]) -> tuple[int, ...]:
         """Start all ranks; return their pids. Raise `RsupError` if one cannot be started: `reap` then ends the others."""
         self._logs.choose_files(lambda: {i: self.environment_of(inherited, i) for i in range(self.start.num_ranks)})
-        self._standbys.begin_attempt()
+        self._standbys.begin_start()
         for local_rank in range(self.start.num_ranks):
             pipes = self._open_pipes(local_rank)
             try:
@@ -82,7 +82,7 @@ class RankGroup:
                 pipes.close_writer_ends()
             self.started_ns.append(time.monotonic_ns())
             self._error_files.append(pipes.error_file)
-        self._standbys.end_attempt_start(self.start.num_ranks)
+        self._standbys.end_start(self.start.num_ranks)
         return tuple(process.pid for process in self.processes)
 
     def _open_pipes(self, local_rank: int) -> RankPipes:

@@ -2,8 +2,8 @@
 
 Theory. `StandbyPool` is ticked by the agent. Once an attempt has got under way it starts one standby a rank, one after the
 other and at idle priority, and keeps them until the next attempt takes them. Nobody waits for a standby: one that is not ready,
-or whose environment would be another, is ended, and that rank starts cold. What a standby may not do is in `standby_process`;
-when there is one is decided by `why_none`, a pure function.
+or whose environment would be another, is ended, and that rank starts cold. When there is one is decided by `why_none`, a pure
+function, and for which script by `standby_script`; what it does when it turns out to be no use is in `standby_process`.
 
 A rank that came from a standby is a rank as any other: a session of its own that dies with the agent.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.processes import RankProcess, SpawnError
 from rsup.launcher.standby_memory import free_bytes, own_bytes
-from rsup.launcher.standby_rules import Seat, Situation, can_wait, what_changed, why_none
+from rsup.launcher.standby_rules import LITTLE_MEMORY, Seat, Situation, can_wait, what_changed, why_none
 from rsup.launcher.standby_script import script_path, why_not_twice
 from rsup.launcher.standby_waiter import Standby, start_standby
 
@@ -119,7 +119,7 @@ class StandbyPool:
             self._give_up(reason)
         elif not why:
             self.start(missing[0], seats[missing[0]])
-        elif why == "too little memory is free" and not self._said_short:
+        elif why == LITTLE_MEMORY and not self._said_short:
             self._said_short = True
             self._note("info", f"no warm standbys: {seen.free_bytes >> 20} MB are free; a restart will import everything again")
 
@@ -194,7 +194,7 @@ class StandbyPool:
 
     # ------------------------------------------------------------------------------------------------------- at a restart
 
-    def begin_attempt(self) -> None:
+    def begin_start(self) -> None:
         """Ranks are about to be started: standbys that are not ready would only compete with them."""
         self._torch_loaded_s = None
         self._said_ready = False
@@ -233,7 +233,7 @@ class StandbyPool:
             self._note("info", f"{who} starts cold: {what} changed since its standby was made")
         return not changed and standby.can_listen
 
-    def end_attempt_start(self, num_ranks: int) -> None:
+    def end_start(self, num_ranks: int) -> None:
         """All ranks were started: say how, if any could have been warm."""
         if self._num_warm:
             self._note("info", f"{self._num_warm} of {num_ranks} rank{'s'[: num_ranks > 1]} took over a warm standby")

@@ -1,4 +1,4 @@
-"""A warm standby: an interpreter that has imported torch and waits to become a rank. Run by path, never imported by the agent.
+"""A warm standby: an interpreter that has imported torch and waits to become a rank. Run by its path.
 
     python -u standby_process.py FD KIND PRELOAD WORD...     KIND: script | module; WORD...: the script and its arguments
 
@@ -74,10 +74,10 @@ def main() -> None:
     """Import, wait, become the rank."""
     link = socket.socket(fileno=int(sys.argv[1]))
     kind, preload, words = sys.argv[2], [word for word in sys.argv[3].split(",") if word], sys.argv[4:]
-    standby = Standby(kind, words)
+    warm = WarmInterpreter(kind, words)
     with _in_the_background():
-        standby.prepare(preload)
-        _send(link, {"problems": standby.problems, "opened_gpu": standby.opened_gpu})
+        warm.prepare(preload)
+        _send(link, {"problems": warm.problems, "opened_gpu": warm.opened_gpu})
         message, descriptors = _receive(link)
     link.close()
     if message is None:
@@ -85,10 +85,10 @@ def main() -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    standby.become_rank(message["env"], message["report"])
+    warm.become_rank(message["env"], message["report"])
 
 
-class Standby:
+class WarmInterpreter:
     """What was imported ahead, and the start of the script."""
 
     def __init__(self, kind: str, words: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ SETTLED_AFTER_S = 5.0
 """A script that tells us no iteration is taken to be training so long after all its ranks have loaded torch."""
 FREE_SIZES = 2
 """Standbys are started while this many times their size would be free."""
+LITTLE_MEMORY = "too little memory is free"
 
 CHANGES_PER_ATTEMPT = frozenset(
     {
@@ -72,7 +73,7 @@ def why_none(seen: Situation, now_s: float) -> str:
     if now_s < seen.pause_until_s:
         return "paused"
     if seen.free_bytes < FREE_SIZES * seen.size_bytes * seen.num_wanted:
-        return "too little memory is free"
+        return LITTLE_MEMORY
     return ""
 
 
