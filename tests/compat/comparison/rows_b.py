@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def two_digit_ranks(peer: Peer, folder: Path) -> Seen:
     ):
         launched = launch(peer, folder, "--nproc-per-node", "11", "--log-dir", str(folder / "logs"), *words, name, env=env)
         code = launched.wait(WITHIN_S)
-        shown = sorted(int(line.split()[1]) for line in launched.lines("word") if line.startswith("word"))
+        shown = sorted(int(rank) for line in launched.lines("word") for rank in re.findall(r"\bword (\d+)", line))
         if code != 0 or shown != [rank for rank in range(11) if rank not in quiet]:
             return Seen(False, f"`{' '.join(words) or env}`: exit {code}, {_lines(launched.text)}")
     wrong = launch(peer, folder, "-r", "3-1:3", name)
