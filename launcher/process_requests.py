@@ -49,6 +49,8 @@ def hear(turn: Turn, event: RankMessage) -> None:
         turn.fact(wire.ResumedFrom(at_us, event.attempt, message.iteration, message.path))
         if message.limits is not None:
             turn.fact(wire.LimitsLoaded(at_us, event.attempt, message.limits))
+    elif isinstance(message, wire.RankCase):
+        turn.fact(wire.CaseReported(at_us, event.attempt, rank.rank, message.report))
     elif isinstance(message, wire.RankDeclares):
         turn.set_rank(event.local_rank, declared=message.exit_code, declared_reason=message.reason)
     elif isinstance(message, wire.RankSetsLimits):

@@ -8,6 +8,7 @@ agent's outbox in the state, with their reasons, until the agent acknowledges th
 from msgspec import Struct
 
 from rsup.supervisor import records
+from rsup.supervisor.evidence import Evidence
 
 
 class Record(Struct, frozen=True):
@@ -43,6 +44,13 @@ class SendNotice(Struct, frozen=True):
     text: str
 
 
+class FoundEvidence(Struct, frozen=True):
+    """Something that speaks about a device or node. The loop hands it to the hardware's history, which alone knows its state,
+    and commits what follows in the same transaction."""
+
+    evidence: Evidence
+
+
 class AnswerOperator(Struct, frozen=True):
     """Answer an `OperatorAsked`: taken up (`done`), or not, with a sentence that says why."""
 
@@ -51,4 +59,4 @@ class AnswerOperator(Struct, frozen=True):
     message: str
 
 
-Action = Record | SendWelcome | SendRefusal | SendOrder | SendNotice | AnswerOperator
+Action = Record | SendWelcome | SendRefusal | SendOrder | SendNotice | FoundEvidence | AnswerOperator

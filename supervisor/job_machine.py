@@ -109,6 +109,8 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.LimitsSet: _row(limits_set, ended=_log_only),
     wire.WorkloadControl: _row(workload_control, ended=_log_only),
     wire.DeviceUsed: _row(device_used),
+    wire.CaseReported: _row(_log_only),
+    wire.HealthSeen: _row(_log_only),
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),
     wire.Note: _row(_note),

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 from rsup.supervisor import job_machine
-from rsup.supervisor.actions import AnswerOperator, Record, SendNotice, SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.actions import AnswerOperator, FoundEvidence, Record, SendNotice, SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.events import AgentHeard, AgentSilent, Event, Now, Tick
+from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.loop_inputs import OperatorReply, OperatorRequest
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.records import Record as StoreRecord
@@ -21,6 +22,8 @@ class Batch:
         self.changed: dict[JobKey, JobState] = {}
         self.dirty: set[JobKey] = set()
         self.records: list[StoreRecord] = []
+        self.evidence: list[Evidence] = []
+        """For the hardware's history, in order."""
         self.sends: list[tuple[JobKey, SendWelcome | SendRefusal | SendOrder | SendNotice]] = []
         self.refusals: list[tuple[str, Refusal]] = []
         self.reports: dict[str, JobKey] = {}
@@ -48,6 +51,9 @@ class Batch:
         for action in actions:
             if isinstance(action, Record):
                 self.records.append(action.record)
+                volatile = False
+            elif isinstance(action, FoundEvidence):
+                self.evidence.append(action.evidence)
                 volatile = False
             elif isinstance(action, AnswerOperator):
                 answer = action

@@ -30,6 +30,16 @@ def natural_key(record: Record) -> tuple[object, ...]:
             return record.uuid, record.job, record.attempt, record.rank
         case records.BeatsSaved():
             return (record.job,)
+        case records.CaseSaved():
+            return record.job, record.case_id
+        case records.EvidenceSaved():
+            return (record.fingerprint,)
+        case records.SubjectSaved():
+            return record.kind, record.subject
+        case records.TransitionSaved():
+            return record.kind, record.subject, record.version
+        case records.SeatSaved():
+            return record.uuid, record.from_us
 
 
 class MemoryStore:

@@ -16,16 +16,21 @@ from rsup.supervisor import tables
 from rsup.supervisor.records import (
     AttemptSaved,
     BeatsSaved,
+    CaseSaved,
     CheckpointSaved,
     DeviceSeen,
     EventLogged,
+    EvidenceSaved,
     IncidentSaved,
     JobKey,
     JobSaved,
     NodeSeen,
     RankSaved,
     Record,
+    SeatSaved,
     SectionSaved,
+    SubjectSaved,
+    TransitionSaved,
 )
 
 Row = dict[str, Any]
@@ -37,8 +42,24 @@ _PLAIN: dict[type, Table] = {
     SectionSaved: tables.sections,
     CheckpointSaved: tables.checkpoints,
     BeatsSaved: tables.beats,
+    CaseSaved: tables.cases,
+    EvidenceSaved: tables.evidence,
+    SubjectSaved: tables.subjects,
+    TransitionSaved: tables.transitions,
+    SeatSaved: tables.seats,
 }
 """Records whose fields are the columns."""
+
+_FIRST_SIGHTING = tuple(
+    column.name for column in tables.evidence.c if column.name not in ("last_us", "count", "weight", "effect", "rule")
+)
+_GROWING: tuple[tuple[Table, tuple[str, ...], str], ...] = (
+    (tables.evidence, _FIRST_SIGHTING, "count"),
+    (tables.subjects, (), "version"),
+    (tables.cases, ("opened_us", "attempt", "iteration"), ""),
+    (tables.seats, (), "seen_us"),
+)
+"""Tables of which some columns keep what they had first, or which an older record does not write over."""
 
 _jobs = tables.jobs.c
 _find_job = select(_jobs.id).where(
@@ -72,7 +93,10 @@ class RecordWriter:
         self._add_job = self._insert(tables.jobs).on_conflict_do_nothing()
         self._statements: dict[Table, Any] = {table: self._upsert(table) for table in _PLAIN.values()}
         self._statements[tables.beats] = self._upsert(tables.beats, newer="at_us")
-        self._statements[tables.events] = self._insert(tables.events).on_conflict_do_nothing()
+        for table in (tables.events, tables.transitions):
+            self._statements[table] = self._insert(table).on_conflict_do_nothing()
+        for table, keep, newer in _GROWING:
+            self._statements[table] = self._upsert(table, keep=keep, newer=newer)
         for table in (tables.nodes, tables.job_nodes, tables.devices):
             self._statements[table] = self._upsert(table, keep=("first_us",), newer="at_us")
         self._statements[tables.placements] = self._upsert(tables.placements, keep=("from_us", "to_us"))
@@ -125,10 +149,12 @@ class RecordWriter:
     def _add_rows(
         self, connection: Connection, record: Record, new_ids: dict[JobKey, int], rows: dict[Table, list[Row]]
     ) -> None:
-        job = None if record.job is None else self._id_of(connection, record.job, new_ids)
-        assert job is not None or record.job is None, f"{type(record).__name__} of job {record.job}, which was never saved"
+        key = getattr(record, "job", None)
+        job = None if key is None else self._id_of(connection, key, new_ids)
+        assert job is not None or key is None, f"{type(record).__name__} of job {key}, which was never saved"
         row = _row_of(record)
-        row["job"] = job
+        if not isinstance(record, (SubjectSaved, SeatSaved)):
+            row["job"] = job
         if isinstance(record, EventLogged):
             rows.setdefault(tables.events, []).append(row)
         elif isinstance(record, NodeSeen):

@@ -182,6 +182,139 @@ class BeatsSaved(Struct, frozen=True, tag=True):
     ranks: list[dict[str, object]]
 
 
+class CaseSaved(Struct, frozen=True, tag=True):
+    """A rerun case as last reported; the fields of `wire.CaseReport`. Once it has a verdict only its closing fields change."""
+
+    job: JobKey
+    case_id: str
+    attempt: int
+    """In which it was opened."""
+    iteration: int
+    opened_us: int
+    fatal: bool
+    findings: list[dict[str, object]]
+    """`wire.CaseFinding` as dicts."""
+    closed_us: int | None = None
+    verdict: str = ""
+    reason: str = ""
+    action: str = ""
+    data_dependent: bool = False
+    accused: list[str] = []
+    suspect_of: int = 1
+    tried: dict[str, list[str]] = {}
+    """Devices by rank (JSON has text keys)."""
+    checkpoint: str = ""
+    data_position: dict[str, int] = {}
+    found_by: str = "check"
+    injected: bool = False
+    placements: list[dict[str, object]] = []
+    """Where the iteration was sent to run again: `{"at_us", "attempt", "rank", "from", "to", "how"}`."""
+
+
+class EvidenceSaved(Struct, frozen=True, tag=True):
+    """A fact about a device or node that stays: one row a fingerprint, with how often it was seen. The first sighting's text
+    and job stay; `count`, `last_us` and `effect` are written over with absolute values, so a repeated commit changes nothing.
+    """
+
+    kind: str
+    """`device` or `node`."""
+    subject: str
+    """UUID of the device as it was known then, or the node's name."""
+    fingerprint: str
+    """What makes two sightings the same: subject, source, code, episode (boot, or job and attempt); hex."""
+    source: str
+    """`verdict`, `hang`, `rank-lost`, `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`, `test`,
+    `person`, `devices` (a node's: independent devices of it)."""
+    code: str
+    episode: str
+    """Independent ones count apart in the score: a boot, or a job's run."""
+    first_us: int
+    last_us: int
+    recorded_us: int
+    count: int = 1
+    weight: float = 0.0
+    """What the policy in force gave one episode of it."""
+    serial: str = ""
+    node: str = ""
+    """Where the device sat."""
+    job: JobKey | None = None
+    attempt: int = 0
+    rank: int | None = None
+    iteration: int = 0
+    case_id: str = ""
+    text: str = ""
+    """One sentence, and (after a newline) the raw line, at most 4 KiB."""
+    principal: str = ""
+    injected: bool = False
+    effect: str = "counted"
+    """`counted`, or why it moves no state: `inert: injected`, `refused: the job does not hold the device`, ..."""
+    rule: str = ""
+    """Name of the policy's rule that applied."""
+
+
+class SubjectSaved(Struct, frozen=True, tag=True):
+    """The state of a device or node now. One row each; devices without a row are `clear`."""
+
+    kind: str
+    subject: str
+    state: str
+    """`clear`, `watch`, `suspect`, `quarantined`, `in_repair`, `probation`, `retired`."""
+    since_us: int
+    reason: str
+    """One line, at most 120 characters, no quotes, `=` or newline: SLURM shows it."""
+    version: int
+    """Grows with each transition: who changes a device names the version seen, so that two people do not undo one another."""
+    score: float = 0.0
+    expires_us: int | None = None
+    """Of suspicion, probation and overrides only."""
+    serial: str = ""
+    rule: str = ""
+    clean_us: int = 0
+    """Probation: run time without evidence so far."""
+    override: str = ""
+    """`allow` or `deny` where a person's word stands above the evidence, with `override_*`."""
+    override_actor: str = ""
+    override_reason: str = ""
+    override_until_us: int | None = None
+    ticket: str = ""
+    held_by_test: bool = False
+    """A passed test is missing for the way back."""
+
+
+class TransitionSaved(Struct, frozen=True, tag=True):
+    """One change of a subject's state; append only, numbered by `version` of `SubjectSaved`."""
+
+    kind: str
+    subject: str
+    version: int
+    at_us: int
+    before: str
+    after: str
+    reason: str
+    principal: str = ""
+    verb: str = ""
+    """`quarantine`, `release`, ..., or `evidence`, `expiry`, `clean` where nobody asked."""
+    rule: str = ""
+    fingerprint: str = ""
+    """The evidence that tipped it."""
+    job: JobKey | None = None
+
+
+class SeatSaved(Struct, frozen=True, tag=True):
+    """Where a device sits: one row a stay. A board that is seen elsewhere closes one stay and opens another."""
+
+    uuid: str
+    from_us: int
+    node: str
+    pci_bus_id: str
+    """Normalised: lower case, domain of eight digits."""
+    serial: str = ""
+    board: str = ""
+    to_us: int | None = None
+    seen_us: int = 0
+    boot_id: str = ""
+
+
 Record = (
     JobSaved
     | EventLogged
@@ -193,4 +326,9 @@ Record = (
     | NodeSeen
     | DeviceSeen
     | BeatsSaved
+    | CaseSaved
+    | EvidenceSaved
+    | SubjectSaved
+    | TransitionSaved
+    | SeatSaved
 )

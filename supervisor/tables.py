@@ -26,7 +26,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Every schema this release knows, oldest first. A store that names another one is newer than the code."""
 
 HEAD = REVISIONS[-1]
@@ -237,9 +237,126 @@ placements = Table(  # which device of which node a rank of an attempt used, fro
     _number_or_none("to_us"),  # the attempt's stopped_us; None while it runs
     Index("ix_placements_device", "device"),
     Index("ix_placements_node", "node"),
+    Index("ix_placements_from_us", "from_us"),
 )
 
 beats = Table("beats", metadata, _job(), _number("at_us"), _json("ranks"))
+
+cases = Table(
+    "cases",
+    metadata,
+    _job(),
+    _key("case_id", Text),
+    _number("attempt"),
+    _number("iteration"),
+    _number("opened_us"),
+    _number_or_none("closed_us"),
+    Column("fatal", Boolean, nullable=False),
+    _json("findings"),
+    _text("verdict"),
+    _text("reason"),
+    _text("action"),
+    Column("data_dependent", Boolean, nullable=False),
+    _json("accused"),
+    _number("suspect_of"),
+    _json("tried"),
+    _text("checkpoint"),
+    _json("data_position"),
+    _text("found_by"),
+    Column("injected", Boolean, nullable=False),
+    _json("placements"),
+    Index("ix_cases_opened_us", "opened_us"),
+)
+
+evidence = Table(  # what speaks for or against a device or node; append only, but for counts
+    "evidence",
+    metadata,
+    _key("fingerprint", Text),
+    _text("kind"),
+    _text("subject"),
+    _text("source"),
+    _text("code"),
+    _text("episode"),
+    _number("first_us"),
+    _number("last_us"),
+    _number("recorded_us"),
+    _number("count"),
+    Column("weight", Double, nullable=False),
+    _text("serial"),
+    _text("node"),
+    Column("job", ForeignKey("jobs.id", ondelete="SET NULL"), nullable=True),
+    _number("attempt"),
+    _number_or_none("rank"),
+    _number("iteration"),
+    _text("case_id"),
+    _text("text"),
+    _text("principal"),
+    Column("injected", Boolean, nullable=False),
+    _text("effect"),
+    _text("rule"),
+    Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us"),
+    Index("ix_evidence_last_us", "last_us"),
+    Index("ix_evidence_serial", "serial"),
+    Index("ix_evidence_job", "job"),
+)
+
+subjects = Table(  # the state of each device and node that has ever been more than clear
+    "subjects",
+    metadata,
+    _key("kind", Text),
+    _key("subject", Text),
+    _text("state"),
+    _number("since_us"),
+    _text("reason"),
+    _number("version"),
+    Column("score", Double, nullable=False),
+    _number_or_none("expires_us"),
+    _text("serial"),
+    _text("rule"),
+    _number("clean_us"),
+    _text("override"),
+    _text("override_actor"),
+    _text("override_reason"),
+    _number_or_none("override_until_us"),
+    _text("ticket"),
+    Column("held_by_test", Boolean, nullable=False),
+    Index("ix_subjects_state", "state"),
+    Index("ix_subjects_serial", "serial"),
+)
+
+transitions = Table(
+    "transitions",
+    metadata,
+    _key("kind", Text),
+    _key("subject", Text),
+    _key("version"),
+    _number("at_us"),
+    _text("before"),
+    _text("after"),
+    _text("reason"),
+    _text("principal"),
+    _text("verb"),
+    _text("rule"),
+    _text("fingerprint"),
+    Column("job", ForeignKey("jobs.id", ondelete="SET NULL"), nullable=True),
+    Index("ix_transitions_at_us", "at_us"),
+)
+
+seats = Table(  # where each device sat, from when to when; `placements` says which rank used it
+    "seats",
+    metadata,
+    _key("uuid", Text),
+    _key("from_us"),
+    _text("node"),
+    _text("pci_bus_id"),
+    _text("serial"),
+    _text("board"),
+    _number_or_none("to_us"),
+    _number("seen_us"),
+    _text("boot_id"),
+    Index("ix_seats_node", "node"),
+    Index("ix_seats_serial", "serial"),
+)
 
 meta = Table(  # facts about the store itself: `store` (its random id), `holder` (PostgreSQL's lease), `term` (copies)
     "meta",

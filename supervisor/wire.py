@@ -224,6 +224,68 @@ class JobResult(Struct, frozen=True):
     node: str = ""
 
 
+# ----------------------------------------------------------------------------------------------------------- rerun cases
+
+VERDICTS = ("transient", "persistent", "application", "corrupted state", "undecided")
+"""What a case can end with; DESIGN.md section 6 says what each means."""
+CASE_ACTIONS = ("continue", "skip", "restart", "elsewhere", "leave")
+"""What the ranks do after a report: go on with the replay's gradients; leave the iteration out; end and start again from the
+last checkpoint; end (16) and run the iteration on another device, or go on without the accused one; end (17)."""
+
+
+class CaseFinding(Struct, frozen=True):
+    """A check that failed on a rank, and what replays made of it. Values are `repr` of floats (NaN and Inf are usual), empty
+    where there was no such replay."""
+
+    rank: int
+    device: str
+    """UUID of the device that computed `initial` and `in_place`."""
+    check: str
+    """The message of `validate_result`, with its number in the pass where it was called several times."""
+    fatal: bool
+    initial: str
+    in_place: str = ""
+    elsewhere: str = ""
+    elsewhere_rank: int = -1
+    elsewhere_device: str = ""
+    tolerance: float = 0.0
+    node: str = ""
+
+
+class CaseReport(Struct, frozen=True):
+    """All that the ranks know of a case, told by one of them at its opening and again at each step of it: a later report of
+    the same case replaces the earlier one, and nothing follows a verdict."""
+
+    case_id: str
+    """`JOB.RUN-aATTEMPT-iITERATION`, of the attempt in which the case was opened."""
+    iteration: int
+    fatal: bool
+    """One of its checks was fatal; a case that is not stays in the process."""
+    findings: list[CaseFinding]
+    verdict: str = ""
+    """One of `VERDICTS`, empty while the case is open."""
+    reason: str = ""
+    """One sentence: what the verdict follows from, or what the case waits for."""
+    action: str = ""
+    """One of `CASE_ACTIONS`, empty while the ranks are still replaying."""
+    data_dependent: bool = False
+    """A `persistent` one that shows for some data only."""
+    accused: list[str] = []
+    """UUIDs of the devices that the verdict, or an undecided case, points to."""
+    suspect_of: int = 1
+    """Size of the group of which one member is at fault; above 1 nobody is more than suspect."""
+    tried: dict[int, list[str]] = {}
+    """Devices on which a rank's iteration was computed and rejected, by rank: it is to run on none of them again."""
+    checkpoint: str = ""
+    """The checkpoint that holds the iteration's data, from which another placement repeats it."""
+    data_position: dict[str, int] = {}
+    """Where the iteration's data is: `consumed_samples` and the like."""
+    found_by: str = "check"
+    """`check` or `audit`."""
+    injected: bool = False
+    """A fault injector was armed in the run."""
+
+
 # --------------------------------------------------------------------------------------------------- agent: its facts
 
 
@@ -416,6 +478,35 @@ class DeviceUsed(Fact, frozen=True):
     uuid: str
 
 
+class CaseReported(Fact, frozen=True):
+    """A rank's report of a rerun case. `RankCase` of the rank is answered with `CaseStored` once this is acknowledged."""
+
+    attempt: int
+    rank: int
+    report: CaseReport
+
+
+class HealthReading(Struct, frozen=True):
+    """Something that was read off a device: `code` names it, for Xid events the number.
+
+    `source`: `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`, `test`. `count`: how many since
+    `boot_id` (a total) where the source counts, else 1. `detail`: the raw line, at most 4 KiB.
+    """
+
+    device: str
+    source: str
+    code: str
+    count: int = 1
+    detail: str = ""
+
+
+class HealthSeen(Fact, frozen=True):
+    """What NVML and the kernel's log said of this node's devices since the last such fact: only what is new or has changed."""
+
+    readings: list[HealthReading]
+    boot_id: str = ""
+
+
 class SignalReceived(Fact, frozen=True):
     """The launcher on this node was told to stop; it has passed the signal on to its ranks.
     `grace_s`: what they have from then on; 0: it does not say."""
@@ -465,6 +556,8 @@ AnyFact = (
     | LimitsSet
     | WorkloadControl
     | DeviceUsed
+    | CaseReported
+    | HealthSeen
     | SignalReceived
     | RequestDone
     | Note
@@ -725,6 +818,12 @@ class RankNote(Struct, frozen=True, tag=True):
     text: str
 
 
+class RankCase(Struct, frozen=True, tag=True):
+    """A report of a rerun case; answered with `CaseStored`."""
+
+    report: CaseReport
+
+
 class RankSetsLimits(Struct, frozen=True, tag=True):
     """As `LimitsSet`. Like `RankControls` it comes through the node's NVRx server."""
 
@@ -739,7 +838,15 @@ class RankControls(Struct, frozen=True, tag=True):
 
 
 RankToAgent = (
-    RankHello | RankCheckpoint | RankResumed | RankDeclares | RankRequestDone | RankNote | RankSetsLimits | RankControls
+    RankHello
+    | RankCheckpoint
+    | RankResumed
+    | RankDeclares
+    | RankRequestDone
+    | RankNote
+    | RankCase
+    | RankSetsLimits
+    | RankControls
 )
 
 
@@ -756,7 +863,15 @@ class LimitsNow(Struct, frozen=True, tag=True):
     limits: Limits
 
 
-AgentToRank = SaveNow | LimitsNow
+class CaseStored(Struct, frozen=True, tag=True):
+    """The rank's report of that case is kept durably: by the supervisor, or, where that does not answer in time, in the agent's
+    spool. `verdict` is the stored report's."""
+
+    case_id: str
+    verdict: str = ""
+
+
+AgentToRank = SaveNow | LimitsNow | CaseStored
 
 
 # ----------------------------------------------------------------------------------------------------------- encoding

@@ -28,6 +28,7 @@ __all__ = [
     "job_key",
     "limits",
     "note",
+    "report_case",
     "report_checkpoint",
     "request_done",
     "requested",
@@ -104,6 +105,11 @@ def note(level: str, text: str) -> None:
 def device_used(uuid: str) -> None:
     """The UUID of the device this rank really uses."""
     (_session or init()).device_used(uuid)
+
+
+def report_case(report: _wire.CaseReport, within_s: float = 10.0) -> bool:
+    """Tell what is known of a rerun case, and wait until that is stored, at most `within_s` (0: do not wait); whether it is."""
+    return (_session or init()).report_case(report, within_s)
 
 
 def limits() -> _wire.Limits | None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,9 @@ class NoSession:
     def device_used(self, uuid: str) -> None:
         pass
 
+    def report_case(self, report: wire.CaseReport, within_s: float) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -133,6 +137,8 @@ class Session:
         self._outbox: collections.deque[wire.RankToAgent] = collections.deque(maxlen=MAX_QUEUED_MESSAGES)
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._stored_cases: dict[str, str] = {}
+        self._case_stored = threading.Event()
         self._sections: dict[str, SectionLike] = {}
         self._main_thread_id = threading.main_thread().ident or 0
         self.send(self._hello())
@@ -195,6 +201,21 @@ class Session:
         """Name the device that this rank really computes on."""
         self._device_uuid = uuid
         self.send(self._hello())
+
+    def report_case(self, report: wire.CaseReport, within_s: float) -> bool:
+        """Tell a rerun case and wait until that report is stored, at most `within_s`; whether it is. 0: do not wait."""
+        self._case_stored.clear()
+        self.send(wire.RankCase(report))
+        deadline_s = time.monotonic() + within_s
+        while within_s:
+            if self._stored_cases.get(report.case_id) == report.verdict:
+                return True
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._case_stored.wait(left_s)
+            self._case_stored.clear()
+        return False
 
     def send(self, message: wire.RankToAgent) -> None:
         """Queue a message to the agent; the oldest is dropped when more than `MAX_QUEUED_MESSAGES` wait."""
@@ -266,6 +287,9 @@ class Session:
             return True
         if isinstance(message, wire.SaveNow):
             self._request = Request(message.request_id, message.leave)
+        elif isinstance(message, wire.CaseStored):
+            self._stored_cases[message.case_id] = message.verdict
+            self._case_stored.set()
         else:
             self.limits = message.limits
         return True

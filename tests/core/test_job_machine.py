@@ -26,6 +26,7 @@ from tests.core.job_driver import Driver, hello, info, spec
 FACT_KINDS = typing.get_args(wire.AnyFact)
 ONE_RESTART = wire.RestartPolicy(max_restarts=1)
 COUNT_3 = wire.RestartPolicy(max_restarts=3)
+CASE = wire.CaseReport("t1.1-a1-i7", 7, True, [wire.CaseFinding(0, "GPU-1", "loss", True, "nan", "nan")])
 
 
 def in_phase(phase: Phase) -> Driver:
@@ -70,6 +71,8 @@ def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
         wire.LimitsLoaded: {"attempt": attempt, "limits": wire.Limits(sections={"step": 3.0}, calculated=["step"])},
         wire.LimitsSet: {"attempt": attempt, "rank": 0, "change": wire.LimitsChange(sections={"step": 3.0})},
         wire.WorkloadControl: {"attempt": attempt, "rank": 0, "action": "exclude", "description": "hot"},
+        wire.CaseReported: {"attempt": attempt, "rank": 0, "report": CASE},
+        wire.HealthSeen: {"readings": [wire.HealthReading("GPU-1", "xid", "63")], "boot_id": "boot"},
         wire.SignalReceived: {"signal": 15},
         wire.RequestDone: {"request_id": "r", "done": True},
         wire.Note: {"level": "info", "text": "hello"},

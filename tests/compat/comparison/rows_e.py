@@ -126,7 +126,9 @@ def tee_lag(peer: Peer, folder: Path) -> Seen:
     process = peer.start(folder, *TWO, "--tee", "1", "--log-dir", str(folder / "logs"), name, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout:
-        lags = [time.monotonic() - float(at) for line in process.stdout for at in re.findall(r"\d+\.\d+", line)]  # a peer may mix lines
+        lags = [
+            time.monotonic() - float(at) for line in process.stdout for at in re.findall(r"\d+\.\d+", line)
+        ]  # a peer may mix lines
     process.wait(WITHIN_S)
     median = statistics.median(lags) if lags else 60.0
     return Seen(len(lags) == 62 and median < LAG_S, f"{median * 1000:.1f} ms, the median of {len(lags)} lines")
