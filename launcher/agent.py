@@ -20,10 +20,12 @@ import msgspec
 from rsup.launcher import process_events as ev
 from rsup.launcher.agent_keeper import AgentKeeper
 from rsup.launcher.agent_parts import open_parts, where_to_look
+from rsup.launcher.case_relay import CaseRelay
 from rsup.launcher.error_file import write_error_file
 from rsup.launcher.event_log import JobReporter
 from rsup.launcher.failure_report import exit_text, first_failure, signal_name
 from rsup.launcher.file_timers import kill_in_sessions, open_timers
+from rsup.launcher.health_watch import HealthWatch
 from rsup.launcher.iteration_file import IterationFile
 from rsup.launcher.keeper_process import DELIVER_WITHIN_S
 from rsup.launcher.launch_options import LaunchOptions
@@ -89,6 +91,7 @@ class Agent:
         self._agent_id, self._places = parts.agent.agent_id, parts.places
         self._decider, self._client, self._spool = parts.decider, parts.client, parts.spool
         self._logs, self._board, self._link, self._signals = parts.logs, parts.board, parts.link, parts.signals
+        self._cases = CaseRelay(self._link.send, self._spool)
         self._state = new_state(parts.settings, self._now())
         self._reporter = JobReporter(options)
         stack.callback(self._reporter.close)
@@ -105,6 +108,15 @@ class Agent:
             self._places.nvrx_dir, options.nproc_per_node, self._board.path, self._selector, self._hear_keeper
         )
         stack.callback(self._nvrx.close)
+        self._health = HealthWatch(
+            parts.agent.devices,
+            parts.inventory.has_gpus,
+            options.device_inventory,
+            self._selector,
+            lambda readings: self._events.append(ev.HealthRead(tuple(readings), parts.agent.boot_id)),
+            lambda note: self._events.append(ev.Noticed("warning", note)),
+        )
+        stack.callback(self._health.close)
         iteration_file = options.checkpoint_iteration_file
         self._iteration_file = IterationFile(iteration_file) if iteration_file else None
         if self._iteration_file:
@@ -189,6 +201,7 @@ class Agent:
             standbys = self._standbys
             for level, note in standbys.take_notes():
                 self._events.append(ev.Noticed(level, note, None, standbys.num_ready, standbys.size_bytes))
+            self._health.look_after(is_running=self._state.attempt > 0)
             self._report(self._board.beats())
             self._orphans.look(now_s, self._group.sessions if self._group else (), self._helpers)
 
@@ -265,6 +278,7 @@ class Agent:
                 self._events.append(ev.Welcomed(message))
                 self._keeper.use(self._client, self._decider.key, message.epoch)
                 self._say_where(message)
+        self._cases.answer()
 
     def _hear_signals(self) -> None:
         for signum, stops in self._signals.read():
@@ -337,7 +351,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------------- actions
 
     def _add_fact(self, action: ev.AddFact) -> None:
-        self._spool.append(action.fact)
+        self._cases.told(self._spool.append(action.fact), action.fact)
         self._reporter.saw(action.fact, self._state)
         self._has_new_facts = True
 
@@ -409,7 +423,7 @@ class Agent:
     @property
     def _helpers(self) -> tuple[int, ...]:
         """Processes that carry our mark, or come to us, and are no rank's."""
-        return (self._keeper.pid, *self._standbys.pids, *self._nvrx.pids)
+        return (self._keeper.pid, *self._standbys.pids, *self._nvrx.pids, *self._health.pids)
 
     def _go_on_reaping(self) -> None:
         group = self._group

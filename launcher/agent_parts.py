@@ -14,7 +14,7 @@ from rsup.launcher.agent_places import AgentPlaces, make_places
 from rsup.launcher.board_reader import BoardReader
 from rsup.launcher.decider import Decider
 from rsup.launcher.descriptor_limit import raise_limit
-from rsup.launcher.inventory import Inventory, read_inventory
+from rsup.launcher.inventory import Inventory, completed, read_inventory
 from rsup.launcher.launch_options import LaunchOptions, job_spec, storable
 from rsup.launcher.log_options import FileNames
 from rsup.launcher.logs import LogOptions, LogPump
@@ -76,7 +76,7 @@ def open_parts(
     stack.callback(link.close)
     spool = Spool(agent_places.spool)
     stack.callback(spool.close)
-    inventory = read_inventory()
+    inventory = completed(read_inventory(), options.device_inventory)
     agent = _agent_info(agent_id, options, decider, inventory)
     client = decider.connect(agent, job_spec(options, _owner(), decider.route.listen), spool)
     stack.callback(client.close)

@@ -47,6 +47,7 @@ VERBS = {
     "events": Verb("show what happened in a job, in order", _QUERY, wants_name=True),
     "report": Verb("tell how a job went, for people", _QUERY, wants_name=True),
     "stacks": Verb("show the stacks that were taken of a job's ranks", _QUERY, wants_name=True),
+    "cases": Verb("show rerun cases: wrong results, what replays made of them, verdicts", "rsup.supervisor.case_cli"),
     "checkpoint": Verb("ask a job for a checkpoint", _QUERY, wants_name=True),
     "stop": Verb("ask a job to save and end", _QUERY, wants_name=True),
     "fence": Verb("declare a node dead that does not answer", _QUERY, wants_name=True),

@@ -132,7 +132,10 @@ class Decider:
         if not self.route.is_embedded:
             return None
         key_file = self._options.key_file
-        embedded = EmbeddedSupervisor(self._options.state_dir, ["--key-file", str(key_file.absolute())] if key_file else [])
+        policy = self._options.device_policy
+        arguments = ["--key-file", str(key_file.absolute())] if key_file else []
+        arguments += ["--device-policy", str(policy.absolute())] if policy else []
+        embedded = EmbeddedSupervisor(self._options.state_dir, arguments)
         embedded.ensure()
         return embedded
 

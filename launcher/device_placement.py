@@ -9,6 +9,9 @@ even set. Otherwise the fewest ranks are moved:
    by exchanging `LOCAL_RANK` with a rank beside it: Megatron-LM's rerun machine tells devices apart by node name and ordinal
    only, and would take another board at the same ordinal for the same one.
 
+Devices that stand for those that the ranks compute on (of an inventory file, or CPU stand-ins) are placed alike; there is no
+list to write for them, what a rank is told of its device (`device_variables`) is its seat.
+
 Lists that we write name devices as the user did, or by index, with `CUDA_DEVICE_ORDER=PCI_BUS_ID`. Where it is not known which
 board an index means (unlike boards, counted fastest first), a list of the user's is left alone.
 """
@@ -16,8 +19,11 @@ board an index means (unlike boards, counted fastest first), a list of the user'
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rsup.launcher.seat_matching import match
 from rsup.launcher.visible_devices import Naming, VisibleDevice, VisibleList
 from rsup.supervisor.wire import AvoidedDevice, Device
+
+QUARANTINED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,12 @@ def place(
     num_ranks: int,
     avoided: Sequence[AvoidedDevice],
     first_rank: int = 0,
+    *,
+    is_fixed: bool = False,
 ) -> DevicePlacement:
-    """Place the local ranks, global ranks from `first_rank`. `stand_ins`: their devices where no GPU is visible."""
-    return _Placing(visible, stand_ins, num_ranks, avoided, first_rank).done()
+    """Place the local ranks, global ranks from `first_rank`. `stand_ins`: their devices and spares, by ordinal, where no GPU is
+    visible. `is_fixed`: which device an ordinal means cannot be changed."""
+    return _Placing(visible, stand_ins, num_ranks, avoided, first_rank, is_fixed).done()
 
 
 class _Placing:
@@ -63,12 +72,14 @@ class _Placing:
         num_ranks: int,
         avoided: Sequence[AvoidedDevice],
         first_rank: int,
+        is_fixed: bool,
     ) -> None:
         listed = visible.devices or tuple(VisibleDevice(device, "") for device in stand_ins)
         uuids = {one.device.uuid for one in listed}
         ranks = range(first_rank, first_rank + num_ranks)
         self._avoided = [a for a in avoided if a.device in uuids and (a.rank is None or a.rank in ranks)]
         self._visible, self._has_gpus = visible, bool(visible.devices)
+        self._is_fixed = is_fixed
         self._found = listed
         self._listed = list(listed)
         self._num_ranks, self._first_rank = num_ranks, first_rank
@@ -77,11 +88,12 @@ class _Placing:
 
     def done(self) -> DevicePlacement:
         if self._avoided:
-            if self._may_write():
+            may_write = self._may_write()
+            if may_write:
                 self._avoid_devices()
-            self._part_ranks()
+            self._part_ranks(may_write)
             self._say_what_stays()
-        changed = [one.word for one in self._listed] != [one.word for one in self._found]
+        changed = self._has_gpus and [one.word for one in self._listed] != [one.word for one in self._found]
         by_index = self._visible.naming is Naming.INDEX
         shown = ",".join(str(one.index) if by_index else one.word for one in self._listed) if changed else None
         if shown is not None:
@@ -98,8 +110,8 @@ class _Placing:
     # ------------------------------------------------------------------------------------------- devices nobody should use
 
     def _may_write(self) -> bool:
-        if not self._has_gpus:
-            return False
+        if self._is_fixed or not self._has_gpus:
+            return not self._is_fixed
         if self._visible.was_set and not self._visible.is_certain:
             self._lines.append(
                 "CUDA_VISIBLE_DEVICES is left as it is: boards of several models, and indices that count the fastest first;"
@@ -111,7 +123,7 @@ class _Placing:
     def _avoid_devices(self) -> None:
         """Swap what ranks should not use with spares; put the rest of it last, or leave it out."""
         listed, used = self._listed, min(self._num_ranks, len(self._listed))
-        if self._num_ranks == 1 and any(a.rank is not None for a in self._avoided):
+        if self._goes_by_ordinal:
             return  # the rank must go to another ordinal: the list stays as it is
         for place in sorted(range(used), key=lambda i: -self._badness(listed[i])):
             spare = min(range(used, len(listed)), key=lambda i: (self._badness(listed[i]), i), default=None)
@@ -120,7 +132,7 @@ class _Placing:
                 listed[place], listed[spare] = listed[spare], bad
                 self._lines.append(f"{_named(listed[place])} is used in place of {_named(bad)}: {self._reason(bad)}")
         tail = sorted(listed[used:], key=self._badness)
-        left_out = [one for one in tail if self._badness(one) == 2]
+        left_out = [one for one in tail if self._badness(one) == QUARANTINED]
         if [one for one in tail if one not in left_out] == listed[used:]:
             return
         listed[used:] = [one for one in tail if one not in left_out]
@@ -128,31 +140,84 @@ class _Placing:
             self._lines.append(f"{_named(one)} is left out: {self._reason(one)}")
 
     def _badness(self, one: VisibleDevice) -> int:
-        """2: quarantined, 1: suspect, 0: nothing is known against it."""
-        return max((2 if a.quarantined else 1 for a in self._avoided if a.device == one.device.uuid), default=0)
+        """`QUARANTINED`, 1: suspect, 0: nothing is known against it."""
+        return max((QUARANTINED if a.quarantined else 1 for a in self._avoided if a.device == one.device.uuid), default=0)
 
     def _reason(self, one: VisibleDevice) -> str:
         return next(a.reason for a in self._avoided if a.device == one.device.uuid)
 
     # ---------------------------------------------------------------------------------- ranks that must not run there again
 
-    def _part_ranks(self) -> None:
-        """Give each such rank another device at another ordinal."""
-        for local_rank in range(self._num_ranks):
-            if self._fits(local_rank, self._ordinals[local_rank]):
-                continue
-            before = self._ordinals[local_rank]
-            moved = self._to_spare() if self._num_ranks == 1 else self._swap(local_rank)
-            if moved is not None:
-                self._lines.append(self._moved_text(local_rank, before, moved))
+    @property
+    def _goes_by_ordinal(self) -> bool:
+        """Whether the only rank of the node moves by its ordinal: nobody is there to exchange `LOCAL_RANK` with."""
+        own = [a for a in self._avoided if a.rank is not None]
+        return self._num_ranks == 1 and bool(own) and (self._has_gpus or any(a.ordinal >= 0 for a in own))
 
-    def _to_spare(self) -> str | None:
-        """The only rank of the node takes a spare device by its ordinal: nobody is there to exchange `LOCAL_RANK` with."""
+    def _part_ranks(self, may_write: bool) -> None:
+        """Give each such rank another device, at another ordinal if that matters: of a rank beside it, else a spare."""
+        for local_rank in range(self._num_ranks):
+            ordinal, goes = self._ordinals[local_rank], self._goes_by_ordinal
+            if self._fits(local_rank, ordinal) and not (goes and self._badness(self._listed[ordinal])):
+                continue
+            moved = self._to_ordinal(ordinal) if goes else self._swap(local_rank)
+            if moved is None and may_write:
+                moved = self._exchange(local_rank)
+            if moved is not None:
+                self._lines.append(moved)
+        if not all(self._fits(local_rank, ordinal) for local_rank, ordinal in enumerate(self._ordinals)):
+            self._match(may_write)
+
+    def _match(self, may_write: bool) -> None:
+        """Seat all ranks anew, if that gives each one that fits: where exchanging two at a time does not."""
+        listed, num_ranks = self._listed, self._num_ranks
+        if num_ranks == 1 or num_ranks > len(listed):
+            return
+
+        def fits(local_rank: int, place: int) -> bool:
+            is_spare = place >= num_ranks
+            own = self._own(local_rank)
+            return not (is_spare and self._badness(listed[place]) == QUARANTINED) and all(
+                a.device != listed[place].device.uuid and (is_spare or a.ordinal != place) for a in own
+            )
+
+        places = match(num_ranks, len(listed) if may_write else num_ranks, fits)
+        if places is None:
+            return
+        before = [self._at(ordinal) for ordinal in self._ordinals]
+        free = [ordinal for ordinal in range(num_ranks) if ordinal not in places]
+        for local_rank, place in enumerate(places):
+            if place >= num_ranks:
+                places[local_rank] = ordinal = free.pop(0)
+                listed[ordinal], listed[place] = listed[place], listed[ordinal]
+        then, self._ordinals = self._ordinals, places
+        for local_rank, old in enumerate(before):
+            if self._at(places[local_rank]) is not old:
+                self._lines.append(self._moved_text(local_rank, then[local_rank], old))
+
+    def _to_ordinal(self, before: int) -> str | None:
+        """The only rank takes the best device by its ordinal."""
         fitting = [ordinal for ordinal in range(len(self._listed)) if self._fits(0, ordinal)]
-        if not fitting:
+        best = min(fitting, key=lambda ordinal: (self._badness(self._listed[ordinal]), ordinal), default=before)
+        if best == before:
             return None
-        self._ordinals[0] = min(fitting, key=lambda ordinal: (self._badness(self._listed[ordinal]), ordinal))
-        return ""
+        self._ordinals[0] = best
+        return self._moved_text(0, before, self._listed[before])
+
+    def _exchange(self, local_rank: int) -> str | None:
+        """A spare device takes the place in the list of the rank's own."""
+        ordinal, listed = self._ordinals[local_rank], self._listed
+        old = listed[ordinal % len(listed)]
+        spares = [
+            i
+            for i in range(self._num_ranks, len(listed))
+            if self._badness(listed[i]) < QUARANTINED and self._fits(local_rank, ordinal, listed[i].device)
+        ]
+        if not spares:
+            return None
+        spare = min(spares, key=lambda i: (self._badness(listed[i]), listed[i].device.model != old.device.model, i))
+        listed[ordinal], listed[spare] = listed[spare], old
+        return self._moved_text(local_rank, ordinal, old)
 
     def _swap(self, local_rank: int) -> str | None:
         def preference(other: int) -> tuple[bool, bool, int]:
@@ -163,22 +228,25 @@ class _Placing:
             mine, theirs = self._ordinals[local_rank], self._ordinals[other]
             if self._fits(local_rank, theirs) and self._fits(other, mine):
                 self._ordinals[local_rank], self._ordinals[other] = theirs, mine
-                return f"; rank {self._first_rank + other} takes its place, with {_named_device(self._device_at(mine))}"
+                more = f"; rank {self._first_rank + other} takes its place, with {_named_device(self._device_at(mine))}"
+                return self._moved_text(local_rank, mine, self._at(mine), more)
         return None
 
-    def _fits(self, local_rank: int, ordinal: int) -> bool:
-        own = self._own(local_rank)
-        device = self._device_at(ordinal).uuid
-        return all(a.device != device and a.ordinal != ordinal for a in own)
+    def _fits(self, local_rank: int, ordinal: int, device: Device | None = None) -> bool:
+        """Whether the rank may run at that ordinal, on `device` or on what is listed there."""
+        uuid = (device or self._device_at(ordinal)).uuid
+        return all(a.device != uuid and a.ordinal != ordinal for a in self._own(local_rank))
 
     def _own(self, local_rank: int) -> list[AvoidedDevice]:
         return [a for a in self._avoided if a.rank == self._first_rank + local_rank]
 
-    def _moved_text(self, local_rank: int, before: int, more: str) -> str:
+    def _moved_text(self, local_rank: int, before: int, old: VisibleDevice, more: str = "") -> str:
         rank, ordinal = self._first_rank + local_rank, self._ordinals[local_rank]
-        own = self._own(local_rank)[-1]
-        now = _named_device(self._device_at(ordinal))
-        return f"rank {rank} runs on {now} in place of {own.device} (LOCAL_RANK {ordinal}, was {before}): {own.reason}{more}"
+        against = [a for a in self._avoided if a.device == old.device.uuid and a.rank in (None, rank)]
+        reason = (against or self._own(local_rank) or self._avoided)[-1].reason
+        was = f" (LOCAL_RANK {ordinal}, was {before})" if ordinal != before else ""
+        now, then = _named_device(self._device_at(ordinal)), _named_device(old.device)
+        return f"rank {rank} runs on {now} in place of {then}{was}: {reason}{more}"
 
     # ----------------------------------------------------------------------------------------------------------------------
 
@@ -192,8 +260,11 @@ class _Placing:
             if avoided.rank is None and avoided.device in used:
                 self._lines.append(f"{avoided.device} stays in use, no other device is free: {avoided.reason}")
 
+    def _at(self, ordinal: int) -> VisibleDevice:
+        return self._listed[ordinal % len(self._listed)]
+
     def _device_at(self, ordinal: int) -> Device:
-        return self._listed[ordinal % len(self._listed)].device
+        return self._at(ordinal).device
 
 
 def _named(one: VisibleDevice) -> str:

@@ -7,12 +7,15 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rsup.launcher.inventory_file import read_inventory_file
 from rsup.launcher.visible_devices import VisibleList, read_visible
-from rsup.supervisor.places import boot_id
+from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import Device
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -23,18 +26,30 @@ class Inventory:
     """What the ranks may use. `visible` is empty on a node without GPUs, or where none is to be seen."""
 
     visible: VisibleList = field(default_factory=VisibleList)
+    listed: tuple[Device, ...] = ()
+    """Those of a file (`inventory_file`), where no GPU is visible."""
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are boards of a driver's to ask, rather than a file's or stand-ins."""
+        return bool(self.visible.devices)
+
+    def stand_ins(self, num_ranks: int) -> list[Device]:
+        """What ranks use where no GPU is visible, by ordinal: all that the file lists, else one for each local rank."""
+        return list(self.listed) or [cpu_device(local_rank) for local_rank in range(num_ranks)]
 
     def devices(self, num_ranks: int) -> list[Device]:
         """One device per local rank, in local-rank order, as long as nothing moves a rank. Fewer GPUs than ranks: the ranks
         beyond get the GPUs again from the first."""
-        gpus = self.visible.devices
-        if not gpus:
-            return [cpu_device(local_rank) for local_rank in range(num_ranks)]
-        return [gpus[local_rank % len(gpus)].device for local_rank in range(num_ranks)]
+        found = self._by_ordinal(num_ranks)
+        return [found[local_rank % len(found)] for local_rank in range(num_ranks)]
 
     def with_spares(self, num_ranks: int) -> list[Device]:
         """`devices`, then those that no rank uses."""
-        return self.devices(num_ranks) + [one.device for one in self.visible.devices[num_ranks:]]
+        return self.devices(num_ranks) + self._by_ordinal(num_ranks)[num_ranks:]
+
+    def _by_ordinal(self, num_ranks: int) -> list[Device]:
+        return [one.device for one in self.visible.devices] or self.stand_ins(num_ranks)
 
 
 def read_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
@@ -55,6 +70,23 @@ def read_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
+
+
+def completed(found: Inventory, path: Path | None) -> Inventory:
+    """`found` with what a file says (`--device-inventory`): it fills in what is not known of a GPU with the same UUID, and
+    stands for the devices where no GPU is visible. Raise `UsageError` for a file that cannot be used."""
+    if path is None:
+        return found
+    records = {record.uuid: record.device for record in read_inventory_file(path, this_host())}
+    if not found.visible.devices:
+        return Inventory(listed=tuple(records.values()))
+    gpus = tuple(replace(one, device=_filled_in(one.device, records)) for one in found.visible.devices)
+    return Inventory(replace(found.visible, devices=gpus))
+
+
+def _filled_in(device: Device, records: Mapping[str, Device]) -> Device:
+    known = records.get(device.uuid, device)
+    return msgspec.structs.replace(known, **{name: value for name, value in msgspec.structs.asdict(device).items() if value})
 
 
 def local_devices(num_ranks: int, environ: Mapping[str, str] | None = None) -> list[Device]:

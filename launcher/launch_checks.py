@@ -3,11 +3,13 @@
 import importlib.machinery
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from rsup.launcher.inventory_file import read_inventory_file
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.supervisor import places
 from rsup.supervisor.wire import RsupError, UsageError
@@ -27,6 +29,10 @@ def check(options: LaunchOptions) -> None:
         _check_directory("--log-dir", options.log_dir)
     if options.result_file is not None:
         _check_file("--result-file", options.result_file)
+    if options.device_inventory is not None:
+        read_inventory_file(options.device_inventory, places.this_host())
+    if options.device_policy is not None:
+        _check_device_policy(options.device_policy)
     try:
         places.runtime_dir()
         if options.key_file is not None:
@@ -167,6 +173,18 @@ def _check_directory(flag: str, path: Path, mode: int = 0o777) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); choose another directory") from None
+
+
+def _check_device_policy(path: Path) -> None:
+    """By the supervisor's own code, which this process does not load."""
+    command = [sys.executable, "-P", "-m", "rsup.supervisor.hardware.policy_check", str(path.absolute())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--device-policy {path}: cannot be checked: {error}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"its check ended with exit code {done.returncode}"]
+        raise UsageError(f"--device-policy: {said[-1]}")
 
 
 def _check_file(flag: str, path: Path) -> None:

@@ -124,6 +124,10 @@ class LaunchOptions:
     backoff_max: float = 60.0
     limits: Limits = field(default_factory=Limits)
     calc_ft_timeouts: bool = False
+    device_inventory: Path | None = None
+    """File with this node's devices; None: as NVML tells them."""
+    device_policy: Path | None = None
+    """File with a site's rules for evidence about devices, for a supervisor that this launch starts."""
     preload: tuple[str, ...] = ()
     """Modules that warm standbys import ahead."""
     no_standby: bool = False

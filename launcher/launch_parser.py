@@ -218,6 +218,8 @@ def _with_own(options: LaunchOptions, values: OptionValues, environ: Mapping[str
         require_supervisor=values.switch("require_supervisor"),
         require_key=values.switch("require_key"),
         key_file=_path(values, "key_file"),
+        device_inventory=_path(values, "device_inventory"),
+        device_policy=_path(values, "device_policy"),
         preload=read_modules(values, "preload"),
         no_standby=values.switch("no_standby"),
         debug=values.switch("debug"),

@@ -113,6 +113,20 @@ OWN_OPTIONS: Sequence[Option] = (
         meaning="File that receives the job's true exit code and whose it was, as JSON.",
     ),
     Option(
+        ("--device-inventory",),
+        env="RSUP_DEVICE_INVENTORY",
+        shown_default="what NVML says",
+        meaning='JSON file with the node\'s devices, `[{"uuid": ..., "serial": ..., "model": ..., ...}]`: stands for them where'
+        " there is no NVML, and fills in what NVML does not tell. See devices.md.",
+    ),
+    Option(
+        ("--device-policy",),
+        env="RSUP_DEVICE_POLICY",
+        shown_default="the built-in one",
+        meaning="TOML file that is merged over the built-in rules for evidence about devices, where this launch starts a"
+        " supervisor. See devices.md.",
+    ),
+    Option(
         ("--preload",),
         joins=True,
         shown_default="none",

@@ -131,6 +131,13 @@ class Noticed(Struct, frozen=True):
     standby_bytes: int = 0
 
 
+class HealthRead(Struct, frozen=True):
+    """What is new of the devices' health."""
+
+    readings: tuple[wire.HealthReading, ...]
+    boot_id: str = ""
+
+
 class SurvivorsNamed(Struct, frozen=True):
     """Answer to `NameSurvivors`: what lives, one text each."""
 
@@ -158,6 +165,7 @@ Event = (
     | SignalArrived
     | RankMessage
     | Noticed
+    | HealthRead
     | SurvivorsNamed
     | Tick
 )

@@ -59,6 +59,7 @@ from rsup.launcher.process_events import (
     AllReaped,
     BindStore,
     Event,
+    HealthRead,
     Moment,
     Noticed,
     OrderArrived,
@@ -264,6 +265,10 @@ def _noticed(turn: Turn, event: Noticed) -> None:
     turn.fact(wire.Note(turn.now.wall_us, event.level, event.text, event.rank, *told))
 
 
+def _health_read(turn: Turn, event: HealthRead) -> None:
+    turn.fact(wire.HealthSeen(turn.now.wall_us, list(event.readings), event.boot_id))
+
+
 def _survivors_named(turn: Turn, event: SurvivorsNamed) -> None:
     if event.attempt == turn.state.attempt and event.survivors:
         who, node = ", ".join(event.survivors), turn.state.settings.node
@@ -334,6 +339,7 @@ _HANDLERS: dict[type, _Handler] = {
     SignalArrived: _signal_arrived,
     RankMessage: _rank_message,
     Noticed: _noticed,
+    HealthRead: _health_read,
     SurvivorsNamed: _survivors_named,
     Tick: tick,
 }

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rsup.launcher.device_variables import DEVICE_VARIABLES
 from rsup.launcher.failure_report import read_error_file, telling_line
 from rsup.launcher.launch_options import LaunchOptions, rank_command
 from rsup.launcher.logs import LogPump, RankPipes
@@ -120,7 +121,9 @@ class RankGroup:
     def environment_of(self, inherited: Mapping[str, str], local_rank: int, error_file: str = "") -> dict[str, str]:
         """Every variable of a rank of this attempt."""
         inherited, ordinal = {**inherited, **self.seats.environment}, self.seats.ordinals[local_rank]
-        return rank_environment(inherited, self._options, self.start, local_rank, self._places, error_file, ordinal)
+        found = rank_environment(inherited, self._options, self.start, local_rank, self._places, error_file, ordinal)
+        of_device = self.seats.device_environments[local_rank] if self.seats.device_environments else {}
+        return {name: value for name, value in found.items() if name not in DEVICE_VARIABLES} | dict(of_device)
 
     def _stdin(self) -> int | None:
         """Standard input for the only rank of this node: a terminal whose keys are ours, a pipe or a file; else nothing."""

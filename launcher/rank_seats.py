@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rsup.launcher.device_count import count_amd
 from rsup.launcher.device_placement import DevicePlacement, place
+from rsup.launcher.device_variables import device_environments
 from rsup.launcher.inventory import Inventory
 from rsup.launcher.numa_binding import SYSFS, Bindings, bind, cpu_text
 from rsup.supervisor.wire import Device, StartAttempt
@@ -33,6 +34,8 @@ class RankSeats:
     notes: tuple[str, ...] = ()
     """For the story alone."""
     warnings: tuple[str, ...] = ()
+    device_environments: tuple[Mapping[str, str], ...] = ()
+    """What each local rank is told of its device (`device_variables`)."""
 
     @property
     def device_names(self) -> list[str]:
@@ -56,20 +59,24 @@ def choose_seats(
 ) -> RankSeats:
     """The seats of the attempt's local ranks. Never raises."""
     num_ranks, first_rank = start.num_ranks, start.first_rank
-    placed = place(inventory.visible, inventory.devices(num_ranks), num_ranks, start.avoid, first_rank)
+    has_gpus = bool(inventory.visible.devices)
+    stand_ins = inventory.stand_ins(num_ranks)
+    is_fixed = not has_gpus and bool(inventory.listed) and count_amd() > 0  # their ranks go by the ordinal alone
+    placed = place(inventory.visible, stand_ins, num_ranks, start.avoid, first_rank, is_fixed=is_fixed)
     lines = list(placed.lines)
     if virtual_local_rank and placed.ordinals != tuple(range(num_ranks)):
         lines.append("with --virtual-local-rank every rank calls its device 0: Megatron-LM cannot see that it is another one")
-    bound = _bound(numa_binding, placed, bool(inventory.visible.devices), sysfs, first_rank)
+    bound = _bound(numa_binding, placed, has_gpus, sysfs, first_rank)
     return RankSeats(
         devices=placed.devices,
         ordinals=placed.ordinals,
-        listed=placed.listed if inventory.visible.devices and not virtual_local_rank else (),
+        listed=placed.listed if has_gpus and not virtual_local_rank else (),
         environment=placed.environment(),
         cpus=bound.cpus,
         lines=tuple(lines),
         notes=(bound.line,) if bound.line else (),
         warnings=(bound.warning,) if bound.warning else (),
+        device_environments=device_environments(placed, inventory.visible, sees_one=virtual_local_rank),
     )
 
 

@@ -63,6 +63,8 @@ class Spool:
         """The last fact that the supervisor has committed."""
         self.last = 0
         """The last sequence number given out."""
+        self.shift = 0
+        """By how much `rebase` has moved the numbers of facts, in all."""
         self.num_lost = 0
         self.file_error = ""
         """Why the file cannot be written now; empty when it can."""
@@ -120,6 +122,7 @@ class Spool:
         That is so when it starts with a store of its own, or when this spool could not be read after the agent's death.
         """
         facts = [fact for _, fact in self.pending()]
+        self.shift += acked - (self.last - len(self._entries))
         self._entries.clear()
         self.acked = self.last = acked
         self._in_memory_bytes = 0
@@ -137,6 +140,11 @@ class Spool:
             self._fd = -1
         if remove and self.path is not None:
             self.path.unlink(missing_ok=True)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether every unacknowledged fact is in the file, and so outlives this process."""
+        return self._file_usable() and all(entry.offset is not None for entry in list(self._entries)[-1:])
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rsup.launcher import standby_process
+from rsup.launcher.device_variables import DEVICE_VARIABLES
 from rsup.launcher.launch_options import LaunchOptions
 
 SETTLED_AFTER_S = 5.0
@@ -37,6 +38,7 @@ CHANGES_PER_ATTEMPT = frozenset(
         "RSUP_RANK_SOCKET",
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",
+        *DEVICE_VARIABLES,
         "FT_RANK_MONITOR_IPC_SOCKET",
         "FT_LAUNCHER_IPC_SOCKET",
     }

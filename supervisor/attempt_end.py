@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from rsup.supervisor.case_followup import carry_out, end_cases, left_for
 from rsup.supervisor.end_report import MAX_REPORTED, all_exits, report_text
 from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, waited_in_vain
+from rsup.supervisor.fault_evidence import lost_node_evidence, lost_rank_evidence
 from rsup.supervisor.first_mover import exit_incident, name_first_mover
 from rsup.supervisor.leaving import goes_on, is_by_leaving, let_all_go
 from rsup.supervisor.records import IncidentSaved, RankSaved
-from rsup.supervisor.rerun_elsewhere import carry_out, confirmed_rerun
 from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, StopRequest
 from rsup.supervisor.turn import Turn
@@ -280,6 +281,8 @@ def give_up_blocked(turn: Turn, text: str) -> None:
     """End a job that cannot go on because a node does not answer: who starts it anew knows whether that node is dead."""
     state = turn.state
     waited = f"no restart: {text}, for {blocked_for_s(state.spec):g} s now (--join-timeout); exit 88: please requeue"
+    for agent in state.agents.values():
+        lost_node_evidence(turn, agent, text)
     _close_attempt(turn, "failed", text if state.failure is None else state.failure.text)
     end_job(turn, EXIT_REQUEUE, waited if state.failure is None else f"{state.failure.text}; {waited}")
 
@@ -310,6 +313,7 @@ def conclude(turn: Turn) -> None:
     state = turn.state
     if state.failure is not None:
         name_first_mover(turn)
+        lost_rank_evidence(turn)
     if goes_on(turn.state):
         by_leaving = is_by_leaving(turn.state)
         why = let_all_go(turn)
@@ -328,7 +332,7 @@ def conclude(turn: Turn) -> None:
     failure = turn.state.failure
     assert failure is not None
     verdict, budget = _verdict(turn.state)
-    rerun = confirmed_rerun(turn.state)
+    rerun = left_for(turn.state)
     if rerun is not None and verdict != rerun.verdict:
         rerun = None  # somebody has asked for something else
     if rerun is not None:
@@ -342,7 +346,7 @@ def conclude(turn: Turn) -> None:
         end_job(turn, verdict.exit_code, reason, failure.rank, failure.node)
         return
     let_excluded_go(turn)
-    why = verdict.reason if rerun is None else "restart for a rerun on another device"
+    why = verdict.reason if rerun is None else rerun.why
     turn.log("Restart", f"{why}, after: {failure.text}", "warning", data={"delay_s": verdict.delay_s})
     if verdict.delay_s > 0:
         turn.enter(Phase.WAITING, turn.now.s + verdict.delay_s)
@@ -363,7 +367,7 @@ def _verdict(state: JobState) -> tuple[Verdict, Budget]:
         return asked, state.budget
     if failure.kind == "start-failed" and failure.exit_code == EXIT_USAGE and state.attempt == 1:
         return Verdict(False, EXIT_USAGE, "no restart: nothing of the job has run"), state.budget
-    rerun = confirmed_rerun(state)
+    rerun = left_for(state)
     if rerun is not None:
         return rerun.verdict, state.budget
     first = first_mover((rank, exit_) for rank, exit_, _ in all_exits(state)) if failure.kind in ("exit", "signal") else None
@@ -415,6 +419,7 @@ def succeed(turn: Turn) -> None:
 
 def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, node: str = "") -> None:
     """The job is over: tell every agent that may still listen, spares and lost ones too."""
+    end_cases(turn, exit_code)
     state = turn.state
     result = JobResult(exit_code, reason, rank, max(1, state.attempt), node)
     report = report_text(state, result)

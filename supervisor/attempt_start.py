@@ -9,16 +9,20 @@ from msgspec.structs import replace
 
 from rsup.supervisor import records
 from rsup.supervisor.attempt_end import fail_attempt
+from rsup.supervisor.case_followup import begin_cases, placed, seated, settle_cases
+from rsup.supervisor.devices_known import say_which_nodes_must_do
+from rsup.supervisor.other_devices import avoided_by
 from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
-from rsup.supervisor.rerun_elsewhere import avoided_by
 from rsup.supervisor.states import AgentState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
 
 
 def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
-    """Start the next attempt with these agents, in this order of group ranks."""
+    """Start the next attempt with these agents, in this order of group ranks unless a rank has to avoid its devices."""
+    settle_cases(turn)
+    member_ids = seated(turn.state, member_ids)
     first_rank = 0
     for agent_id, agent in list(turn.state.agents.items()):
         if agent_id not in member_ids:
@@ -29,7 +33,9 @@ def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
         first_rank += agent.info.num_ranks
         turn.see_node(agent_id)
     _number(turn, first_rank, [turn.state.agents[agent_id].info.node for agent_id in member_ids])
+    begin_cases(turn)
     nodes = ", ".join(turn.state.current.nodes if turn.state.current else [])
+    say_which_nodes_must_do(turn, member_ids)
     reason = f"attempt {turn.state.attempt} is to start on {nodes} with {plural(first_rank, 'rank')}"
     turn.command(member_ids[0], HostStore(0, reason, turn.state.attempt, turn.state.spec.master_port))
     turn.log("HostStore", reason, node=turn.state.agents[member_ids[0]].info.node)
@@ -192,6 +198,7 @@ def device_used(turn: Turn, agent_id: str, fact: DeviceUsed) -> None:
     pid = agent.pids[local_rank] if 0 <= local_rank < len(agent.pids) else 0
     if fact.rank not in agent.exits:
         turn.record(RankSaved(turn.state.key, turn.state.attempt, fact.rank, agent.info.node, pid, fact.uuid))
+    placed(turn, fact.rank, fact.uuid)
     turn.record(
         records.DeviceSeen(
             fact.uuid, fact.at_us, agent.info.node, job=turn.state.key, attempt=turn.state.attempt, rank=fact.rank

@@ -62,6 +62,17 @@ class Settings:
     idle_exit: float | None = _setting(
         None, "--idle-exit", "RSUP_IDLE_EXIT", "seconds", "SECONDS", "embedded: end so long after the last job (60)"
     )
+    device_policy: str = _setting(
+        "", "--device-policy", "RSUP_DEVICE_POLICY", "text", "FILE", "TOML merged over the built-in rules for device evidence"
+    )
+    accept_injected: bool = _setting(
+        False,
+        "--accept-injected",
+        "RSUP_ACCEPT_INJECTED",
+        "switch",
+        "",
+        "let evidence of injected faults move states (always so when embedded)",
+    )
     debug: bool = _setting(False, "--debug", "RSUP_DEBUG", "switch", "", "debug lines and tracebacks")
 
     @property

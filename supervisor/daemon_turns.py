@@ -9,25 +9,30 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rsup.supervisor import agents_here, lifetime, places, wire
 from rsup.supervisor.config import Settings
+from rsup.supervisor.hardware.book import Book
+from rsup.supervisor.hardware.policy import Policy, built_in, configured
+from rsup.supervisor.hardware.verbs import VerbRequest
 from rsup.supervisor.loop import AgentKnownDead, Loop, OperatorReply, OperatorRequest, SystemClock
-from rsup.supervisor.loop_inputs import Input
-from rsup.supervisor.records import JobKey, Record
+from rsup.supervisor.loop_inputs import HardwareReply, HardwareRequest, Input
+from rsup.supervisor.records import EvidenceSaved, JobKey, Record, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.rest_thread import RestThread
 from rsup.supervisor.rpc_server import RpcServer
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.store import Store, StoreError, StoreHeld
 from rsup.supervisor.store_opening import OpenedStore
-from rsup.supervisor.wire import Hello, RsupError, SupervisorInfo
+from rsup.supervisor.wire import Hello, RsupError, SupervisorInfo, UsageError
 
 HOUSEKEEPING_EVERY_S = 1.0
 PRUNE_EVERY_S = 60.0
 _AGENT_THERE_S = 3.0
 
 _log = logging.getLogger(__name__)
+_Reply = TypeVar("_Reply")
 
 
 @dataclass
@@ -62,6 +67,26 @@ class WatchedStore:
     def last_run(self, cluster: str, owner: str, job_id: str) -> tuple[JobKey, bytes] | None:
         """See `store.Store`."""
         return self._store.last_run(cluster, owner, job_id)
+
+    def open_subjects(self) -> list[SubjectSaved]:
+        """See `store.Store`."""
+        return self._store.open_subjects()
+
+    def subjects_named(self, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
+        """See `store.Store`."""
+        return self._store.subjects_named(kind, names, serials)
+
+    def evidence_about(self, kind: str, subject: str) -> list[EvidenceSaved]:
+        """See `store.Store`."""
+        return self._store.evidence_about(kind, subject)
+
+    def last_transition(self, kind: str, subject: str) -> TransitionSaved | None:
+        """See `store.Store`."""
+        return self._store.last_transition(kind, subject)
+
+    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+        """See `store.Store`."""
+        return self._store.open_seats(uuids, serials, node)
 
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`."""
@@ -115,7 +140,12 @@ class Turns:
             store=opened.text,
             notice=opened.notice,
         )
-        self.loop = Loop(self._store, server, SystemClock(), info, self._listen)
+        book = Book(
+            self._store,
+            device_policy(settings),
+            accepts_injected=settings.embedded or settings.accept_injected,
+        )
+        self.loop = Loop(self._store, server, SystemClock(), info, self._listen, book=book)
         try:
             self.loop.recover()
         except BaseException:
@@ -166,10 +196,16 @@ class Turns:
         self._server.submit(OperatorRequest(job, kind, principal, reason, reply, node=node, dry_run=dry_run))
         return answer
 
-    def _requests(self) -> list[OperatorRequest]:
-        taken = []
+    def change_hardware(self, request: VerbRequest) -> "Future[HardwareReply]":
+        """From any thread: ask the loop for a change of a device or node. Raise `rpc_server.Busy`."""
+        answer: Future[HardwareReply] = Future()
+        self._server.submit(HardwareRequest(request, partial(_answer, answer)))
+        return answer
+
+    def _requests(self) -> list[OperatorRequest | HardwareRequest]:
+        taken: list[OperatorRequest | HardwareRequest] = []
         for request, future in self._server.take_requests():
-            assert isinstance(request, OperatorRequest)
+            assert isinstance(request, OperatorRequest | HardwareRequest)
             taken.append(replace(request, reply=_both(request.reply, future)))
         return taken
 
@@ -255,13 +291,25 @@ class Turns:
             self.loop.handle(dead)
 
 
-def _answer(future: "Future[OperatorReply]", reply: OperatorReply) -> None:
+def device_policy(settings: Settings) -> Policy:
+    """The rules for evidence. Raise `UsageError` for a file that cannot be used; an embedded supervisor, whose launch has looked
+    at the file before, goes on with the built-in rules: training must not stop for it."""
+    try:
+        return configured(settings.device_policy)
+    except UsageError as error:
+        if not settings.embedded:
+            raise
+        _log.error("%s; going on with the built-in rules", error)
+        return built_in()
+
+
+def _answer(future: "Future[_Reply]", reply: "_Reply") -> None:
     if future.set_running_or_notify_cancel():
         future.set_result(reply)
 
 
-def _both(reply: Callable[[OperatorReply], None], future: "Future[object]") -> Callable[[OperatorReply], None]:
-    def tell(answer: OperatorReply) -> None:
+def _both(reply: Callable[["_Reply"], None], future: "Future[object]") -> Callable[["_Reply"], None]:
+    def tell(answer: "_Reply") -> None:
         reply(answer)
         if future.set_running_or_notify_cancel():
             future.set_result(answer)

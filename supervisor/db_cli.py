@@ -20,6 +20,7 @@ from sqlalchemy import URL, Engine, func, select
 from rsup.supervisor import schema, tables
 from rsup.supervisor.database import DATABASE_NAME, Target, describe, find_database, reader_engine, split_target, sqlite_writer
 from rsup.supervisor.database_errors import translated
+from rsup.supervisor.history_check import history_problems
 from rsup.supervisor.lease import LeaseHolder, LeaseRecord, read_record
 from rsup.supervisor.network_copy import copy_database
 from rsup.supervisor.places import boot_id, state_dir, this_host
@@ -146,8 +147,9 @@ def _check(options: argparse.Namespace, state: Path) -> Answer:
                 problems += [f"{table}: row {row} belongs to no {parent}" for table, row, parent, _ in foreign[:20]]
             answer["revision"] = schema.read_revision(connection) or "none"
             schema.check_revision(answer["revision"], describe(target))
-            for table in (tables.jobs, tables.events):
+            for table in (tables.jobs, tables.events, tables.cases, tables.evidence, tables.subjects):
                 answer[table.name] = connection.execute(select(func.count()).select_from(table)).scalar()
+            problems += history_problems(connection)
             if not isinstance(place, Path):
                 answer["holder"] = _holder(read_holder(connection))
     except StoreError as error:
@@ -171,7 +173,7 @@ def _holder(record: LeaseRecord | None) -> Answer | None:
 def _check_text(answer: Answer) -> str:
     lines = [f"{answer['database']}: {'sound' if answer['ok'] else 'NOT SOUND'}, schema {answer['revision']}"]
     if "events" in answer:
-        lines[0] += f", {answer['jobs']} jobs, {answer['events']} events"
+        lines[0] += f", {answer['jobs']} jobs, {answer['events']} events, {answer['evidence']} pieces of evidence"
     lines += [f"  {problem}" for problem in answer["problems"]]
     if answer["holder"]:
         holder = answer["holder"]
@@ -216,6 +218,8 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
         text += f"; {merged.renumbered} got another run number"
     if merged.still_live:
         text += f"; {merged.still_live} left out, since they have not ended"
+    if merged.new_evidence or merged.changed_subjects:
+        text += f"; {merged.new_evidence} pieces of evidence new, {merged.changed_subjects} devices or nodes changed"
     return {"database": describe(target), "other": describe(other), **asdict(merged), "text": text}
 
 

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from rsup.supervisor.wire import AnyFact, Hello, RankBeat
+from rsup.supervisor.wire import AnyFact, AvoidedDevice, Hello, RankBeat
 
 
 class Now(Struct, frozen=True):
@@ -12,10 +12,22 @@ class Now(Struct, frozen=True):
     s: float
 
 
+class DevicesKnown(Struct, frozen=True):
+    """What the hardware's history says against an agent's devices, and (`node`) against its node: all of it, for the next
+    attempt."""
+
+    agent_id: str
+    avoid: list[AvoidedDevice] = []
+    node: AvoidedDevice | None = None
+
+
 class AgentJoined(Struct, frozen=True):
-    """An agent said `Hello`: for the first time, or again after a reconnect."""
+    """An agent said `Hello`: for the first time, or again after a reconnect. `doubts`: lines about devices that it cannot
+    have."""
 
     hello: Hello
+    known: DevicesKnown | None = None
+    doubts: list[str] = []
 
 
 class FactArrived(Struct, frozen=True):
@@ -78,4 +90,15 @@ class OperatorAsked(Struct, frozen=True):
     dry_run: bool = False
 
 
-Event = AgentJoined | FactArrived | AgentHeard | AgentSilent | AgentLeft | Tick | Recovered | StoreTrouble | OperatorAsked
+Event = (
+    AgentJoined
+    | DevicesKnown
+    | FactArrived
+    | AgentHeard
+    | AgentSilent
+    | AgentLeft
+    | Tick
+    | Recovered
+    | StoreTrouble
+    | OperatorAsked
+)

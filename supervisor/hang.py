@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import fail_attempt, succeed
 from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, innermost_frame, limit_name, overdue_text
+from rsup.supervisor.fault_evidence import hang_evidence
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -178,6 +179,7 @@ def _conclude_hang(turn: Turn) -> None:
         incident=incident,
         grace_s=grace_s,
     )
+    hang_evidence(turn, first, ranks, turn.state.incident or incident)
 
 
 def _ranks(state: JobState, stacks: dict[int, RankStack]) -> list[Hung]:

@@ -12,7 +12,7 @@ stacks taken, all ranks gone), so no handler has to know what follows it.
 
 Facts of an agent are applied once each, in the order of their numbers; those of another attempt than the current one are
 logged and decide nothing, but that ranks are gone. What a fact means belongs to the noun it is about: `rendezvous`,
-`attempt_start`, `progress`, `hang`, `attempt_end`, `operator_requests`.
+`attempt_start`, `progress`, `hang`, `attempt_end`, `case_machine`, `operator_requests`.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,14 @@ from rsup.supervisor import wire
 from rsup.supervisor.actions import Action, SendOrder
 from rsup.supervisor.attempt_end import rank_exited, ranks_gone, reform, settle_stopping, succeed
 from rsup.supervisor.attempt_start import all_started, attempt_started, device_used, start_failed, store_bound
+from rsup.supervisor.case_machine import case_reported, late_case
+from rsup.supervisor.devices_known import devices_known
 from rsup.supervisor.events import (
     AgentHeard,
     AgentJoined,
     AgentLeft,
     AgentSilent,
+    DevicesKnown,
     Event,
     FactArrived,
     Now,
@@ -35,6 +38,7 @@ from rsup.supervisor.events import (
     Tick,
 )
 from rsup.supervisor.hang import overdue, settle_collecting, stacks_of_the_stopped, stacks_taken
+from rsup.supervisor.hardware.health_facts import health_seen
 from rsup.supervisor.operator_requests import operator_asked, request_done, signal_received
 from rsup.supervisor.progress import (
     checkpoint_committed,
@@ -109,8 +113,8 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.LimitsSet: _row(limits_set, ended=_log_only),
     wire.WorkloadControl: _row(workload_control, ended=_log_only),
     wire.DeviceUsed: _row(device_used),
-    wire.CaseReported: _row(_log_only),
-    wire.HealthSeen: _row(_log_only),
+    wire.CaseReported: _row(case_reported, ended=late_case),
+    wire.HealthSeen: _row(health_seen),
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),
     wire.Note: _row(_note),
@@ -138,7 +142,10 @@ def _fact_arrived(turn: Turn, event: FactArrived) -> None:
     if isinstance(fact, wire.RanksGone):
         ranks_gone(turn, event.agent_id, fact)
     elif attempt != turn.state.attempt or (agent.group_rank < 0 and hasattr(fact, "attempt")):
-        _stale(turn, event.agent_id, fact, attempt)
+        if isinstance(fact, wire.CaseReported):
+            late_case(turn, event.agent_id, fact)
+        else:
+            _stale(turn, event.agent_id, fact, attempt)
     else:
         FACTS[type(fact)][turn.state.phase](turn, event.agent_id, fact)
 
@@ -152,7 +159,11 @@ def _agent_silent(turn: Turn, event: AgentSilent) -> None:
     fence_s = turn.state.spec.fence_timeout_s
     if agent.role is Role.LOST and fence_s is not None and event.silent_s >= LOST_AFTER_S + fence_s + FENCE_MARGIN_S:
         known_dead(
-            turn, event.agent_id, f"cut off for {event.silent_s:.0f} s: it has ended its ranks by agreement", for_good=False
+            turn,
+            event.agent_id,
+            f"cut off for {event.silent_s:.0f} s: it has ended its ranks by agreement",
+            for_good=False,
+            with_node=True,
         )
 
 
@@ -186,6 +197,7 @@ def _tick(turn: Turn, event: Tick) -> None:
 
 EVENTS: dict[type, Callable[..., None]] = {
     AgentJoined: agent_joined,
+    DevicesKnown: devices_known,
     FactArrived: _fact_arrived,
     AgentHeard: heard,
     AgentSilent: _agent_silent,

@@ -16,6 +16,7 @@ except `live_beats` and `store_error`, which may be read from any.
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rsup.supervisor import wire
 from rsup.supervisor.actions import SendNotice, SendRefusal, SendWelcome
@@ -30,6 +31,8 @@ from rsup.supervisor.events import (
     Recovered,
     StoreTrouble,
 )
+from rsup.supervisor.hardware.book import Book
+from rsup.supervisor.hardware.book_turn import BookTurn
 from rsup.supervisor.job_routing import Routing
 from rsup.supervisor.live_jobs import LiveJobs, rows_of
 from rsup.supervisor.loop_batch import Batch
@@ -37,6 +40,8 @@ from rsup.supervisor.loop_inputs import (
     AgentKnownDead,
     AgentMessage,
     Clock,
+    HardwareReply,
+    HardwareRequest,
     Input,
     OperatorReply,
     OperatorRequest,
@@ -83,6 +88,7 @@ class Loop:
         info: SupervisorInfo,
         listen: Callable[[str], object],
         new_job_id: Callable[[], str] | None = None,
+        book: Book | None = None,
     ) -> None:
         self.info = info
         self.store_error = ""
@@ -96,6 +102,7 @@ class Loop:
         self._listen = listen
         self._routing = Routing(store, new_job_id)
         self._live = LiveJobs()
+        self._book = book or Book(store, accepts_injected=info.embedded)
         self._sweep = Sweep(self._live)
         self._outgoing = Outgoing(transport, info, self._live.links)
         self._backlog: deque[Input] = deque()
@@ -107,6 +114,7 @@ class Loop:
     def recover(self) -> None:
         """Take over every live job of the store and send what its agents have not acknowledged. Raise `StoreError`."""
         now = self._now()
+        self._book.recover()
         batch = Batch(now, self._live.states)
         for key, data in self._store.live_jobs():
             try:
@@ -175,12 +183,15 @@ class Loop:
 
     def _process(self, inputs: Sequence[Input], with_time: bool = False) -> None:
         batch = Batch(self._now(), self._live.states)
+        hardware = self._book.turn(batch)
         try:
             for one in inputs:
-                self._guarded(batch, one)
+                self._guarded(batch, hardware, one)
             if with_time:
                 self._sweep.time_passes(batch)
+                self._weigh(hardware, with_time=True)
             self._commit(batch)
+            self._book.keep(hardware)
         except StoreError as error:
             self._store_failed(error, inputs)
             return
@@ -189,13 +200,25 @@ class Loop:
             self.store_error = ""
         self._perform(batch)
 
-    def _guarded(self, batch: Batch, one: Input) -> None:
+    def _guarded(self, batch: Batch, hardware: BookTurn, one: Input) -> None:
         try:
-            self._take(batch, one)
+            self._take(batch, hardware, one)
         except StoreError:
             raise
         except Exception as error:  # a fault of ours in one input must not stop the supervision of all jobs
             self.on_fault(error, one)
+        self._weigh(hardware)
+
+    def _weigh(self, hardware: BookTurn, *, with_time: bool = False) -> None:
+        """What was found about devices and nodes, before the next decision needs it."""
+        try:
+            hardware.weigh()
+            if with_time:
+                hardware.time_passes()
+        except StoreError:
+            raise
+        except Exception as error:  # as above: the jobs go on without this piece of the hardware's history
+            self.on_fault(error, "the hardware's history")
 
     def _commit(self, batch: Batch) -> None:
         if rows := rows_of(batch):
@@ -224,7 +247,7 @@ class Loop:
         """Put inputs aside. Reports are answered without a word of what is new in them, so that their agents stay."""
         now_s = self._clock.monotonic_s()
         for one in inputs:
-            message = None if isinstance(one, (OperatorRequest, AgentKnownDead)) else one.message
+            message = None if isinstance(one, (OperatorRequest, HardwareRequest, AgentKnownDead)) else one.message
             if isinstance(message, Report):
                 self._live.hear(message, now_s)
                 key = self._live.job_of.get(message.agent_id)
@@ -246,8 +269,10 @@ class Loop:
 
     def _drop(self, one: Input) -> None:
         self.num_dropped += 1
-        if isinstance(one, OperatorRequest):
-            text = f"not taken up, too much waits for the store: {self.store_error}"
+        text = f"not taken up, too much waits for the store: {self.store_error}"
+        if isinstance(one, HardwareRequest):
+            one.reply(HardwareReply("busy", text))
+        elif isinstance(one, OperatorRequest):
             one.reply(OperatorReply(False, text, None, one.request_id))
 
     def _perform(self, batch: Batch) -> None:
@@ -268,14 +293,17 @@ class Loop:
         for agent_id, key in batch.reports.items():
             if key in self._live.states:
                 self._outgoing.order(self._live.states[key], agent_id, now_s)
-        for request, reply in batch.replies:
-            request.reply(reply)
+        for tell in batch.replies:
+            tell()
 
     # ------------------------------------------------------------------------------------------------------------ inputs
 
-    def _take(self, batch: Batch, one: Input) -> None:
+    def _take(self, batch: Batch, hardware: BookTurn, one: Input) -> None:
         if isinstance(one, OperatorRequest):
             self._operator(batch, one)
+        elif isinstance(one, HardwareRequest):
+            verdict = hardware.ask(one.request)
+            batch.replies.append(partial(one.reply, HardwareReply(verdict.status, verdict.message, verdict.dossier.saved)))
         elif isinstance(one, AgentKnownDead):
             key = self._live.job_of.get(one.agent_id)
             state = batch.get(key) if key is not None else None
@@ -283,9 +311,9 @@ class Loop:
                 gone = AgentGone(batch.now.us, one.reason)
                 batch.decide(state, FactArrived(one.agent_id, 0, gone))
         elif isinstance(one.message, Hello):
-            self._hello(batch, one.message)
+            self._hello(batch, hardware, one.message)
         elif isinstance(one.message, Report):
-            self._report(batch, one.message)
+            self._report(batch, hardware, one.message)
         else:
             assert isinstance(one.message, Bye)
             key = self._live.job_of.get(one.message.agent_id)
@@ -293,7 +321,7 @@ class Loop:
             if state is not None:
                 batch.decide(state, AgentLeft(one.message.agent_id))
 
-    def _hello(self, batch: Batch, hello: Hello) -> None:
+    def _hello(self, batch: Batch, hardware: BookTurn, hello: Hello) -> None:
         agent_id = hello.agent.agent_id
         if wire.common_version(hello.speaks) is None:
             text = f"the supervisor runs rsup {wire.RELEASE}, this agent {hello.release}: install one of the two"
@@ -318,12 +346,12 @@ class Loop:
         if state.phase is Phase.ENDED:
             batch.changed.setdefault(state.key, state)  # it may have been forgotten
         is_new = not state.num_events
-        batch.decide(state, AgentJoined(hello))
+        batch.decide(state, AgentJoined(hello, *hardware.joined(hello)))
         state = batch.get(state.key)
         if is_new and state is not None and state.num_events and self.info.notice:
             batch.decide(state, StoreTrouble(self.info.notice))
 
-    def _report(self, batch: Batch, report: Report) -> None:
+    def _report(self, batch: Batch, hardware: BookTurn, report: Report) -> None:
         agent_id = report.agent_id
         key = self._live.job_of.get(agent_id)
         state = batch.get(key) if key is not None else None
@@ -341,6 +369,7 @@ class Loop:
             sequence = report.first_sequence + i
             if sequence == state.agents[agent_id].acked_fact + 1 or isinstance(fact, AgentGone):
                 batch.decide(state, FactArrived(agent_id, sequence, fact))
+                self._weigh(hardware)
         if agent.role is not Role.GONE or agent.outbox or report.facts:
             batch.reports[agent_id] = state.key
 
@@ -350,13 +379,14 @@ class Loop:
             text = (
                 f"no live job {request.job}" if not found else f"several live jobs are called {request.job}: name owner and run"
             )
-            batch.replies.append((request, OperatorReply(False, text, None, request.request_id)))
+            batch.replies.append(partial(request.reply, OperatorReply(False, text, None, request.request_id)))
             return
         asked = (request.kind, request.principal, request.reason, request.request_id, request.node, request.dry_run)
         event = OperatorAsked(*asked)
         answer = batch.decide(found[0], event)
         assert answer is not None
-        batch.replies.append((request, OperatorReply(answer.done, answer.message, found[0].key, request.request_id)))
+        reply = OperatorReply(answer.done, answer.message, found[0].key, request.request_id)
+        batch.replies.append(partial(request.reply, reply))
 
     # ----------------------------------------------------------------------------------------------------------- sending
 

@@ -1,12 +1,11 @@
 """The decisions of one turn of the loop, until they are committed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from rsup.supervisor import job_machine
 from rsup.supervisor.actions import AnswerOperator, FoundEvidence, Record, SendNotice, SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.events import AgentHeard, AgentSilent, Event, Now, Tick
 from rsup.supervisor.evidence import Evidence
-from rsup.supervisor.loop_inputs import OperatorReply, OperatorRequest
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.records import Record as StoreRecord
 from rsup.supervisor.states import JobState
@@ -28,7 +27,8 @@ class Batch:
         self.refusals: list[tuple[str, Refusal]] = []
         self.reports: dict[str, JobKey] = {}
         """Agents whose reports are to be answered."""
-        self.replies: list[tuple[OperatorRequest, OperatorReply]] = []
+        self.replies: list[Callable[[], None]] = []
+        """Each gives somebody an answer."""
 
     def get(self, key: JobKey) -> JobState | None:
         """The state as decided so far."""

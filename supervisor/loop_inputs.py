@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rsup.supervisor import wire
-from rsup.supervisor.records import JobKey
+from rsup.supervisor.hardware.verbs import VerbRequest
+from rsup.supervisor.records import JobKey, SubjectSaved
 from rsup.supervisor.wire import ToAgent
 
 
@@ -72,6 +73,15 @@ class OperatorReply:
 
 
 @dataclass(frozen=True)
+class HardwareReply:
+    """Answer to a `HardwareRequest`. `status` as in `hardware.verbs.Verdict`, or `busy`; `subject`: the state that follows."""
+
+    status: str
+    message: str
+    subject: SubjectSaved | None = None
+
+
+@dataclass(frozen=True)
 class OperatorRequest:
     """Somebody asks for `stop`, `checkpoint` or `fence`. `job`: its key, or `ID` or `ID.RUN` of a live one."""
 
@@ -94,4 +104,12 @@ class AgentKnownDead:
     reason: str
 
 
-Input = MessageOfAgent | OperatorRequest | AgentKnownDead
+@dataclass(frozen=True)
+class HardwareRequest:
+    """Somebody asks for a change of a device or node. `reply` hears what becomes of it, after the commit."""
+
+    request: VerbRequest
+    reply: Callable[[HardwareReply], None]
+
+
+Input = MessageOfAgent | OperatorRequest | HardwareRequest | AgentKnownDead

@@ -1,10 +1,22 @@
 """A store in this process's memory: what tests run against, with the rules of the real one."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from rsup.supervisor import records
-from rsup.supervisor.records import EventLogged, JobKey, JobSaved, Record
+from rsup.supervisor.records import (
+    EventLogged,
+    EvidenceSaved,
+    JobKey,
+    JobSaved,
+    Record,
+    SeatSaved,
+    SubjectSaved,
+    TransitionSaved,
+)
 from rsup.supervisor.store import StoreError
+
+Kept = TypeVar("Kept")
 
 
 def natural_key(record: Record) -> tuple[object, ...]:
@@ -24,6 +36,8 @@ def natural_key(record: Record) -> tuple[object, ...]:
             return record.job, record.section
         case records.CheckpointSaved():
             return record.job, record.attempt, record.iteration, record.path
+        case records.ResumeSaved():
+            return record.job, record.attempt, record.iteration
         case records.NodeSeen():
             return record.node, record.job
         case records.DeviceSeen():
@@ -68,6 +82,35 @@ class MemoryStore:
         ]
         newest = max(runs, key=lambda row: row.job.run, default=None)
         return None if newest is None else (newest.job, newest.state)
+
+    def _kept(self, kind: type[Kept]) -> list[Kept]:
+        if self.fail_with is not None:
+            raise self.fail_with
+        return [row for row in self.rows.get(kind, {}).values() if isinstance(row, kind)]
+
+    def open_subjects(self) -> list[SubjectSaved]:
+        """Those that are not clear, or of which a person has spoken."""
+        saved = [row for row in self.rows.get(SubjectSaved, {}).values() if isinstance(row, SubjectSaved)]
+        return [row for row in saved if row.state != "clear" or row.override]
+
+    def subjects_named(self, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
+        """Those of these names or serials."""
+        rows = [row for row in self._kept(SubjectSaved) if row.kind == kind]
+        return [row for row in rows if row.subject in names or (row.serial and row.serial in serials)]
+
+    def evidence_about(self, kind: str, subject: str) -> list[EvidenceSaved]:
+        """The evidence about one."""
+        return [row for row in self._kept(EvidenceSaved) if (row.kind, row.subject) == (kind, subject)]
+
+    def last_transition(self, kind: str, subject: str) -> TransitionSaved | None:
+        """The newest change of one."""
+        rows = [row for row in self._kept(TransitionSaved) if (row.kind, row.subject) == (kind, subject)]
+        return max(rows, key=lambda row: row.version, default=None)
+
+    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+        """Stays that are not over, of these boards or on that node."""
+        rows = [row for row in self._kept(SeatSaved) if row.to_us is None]
+        return [row for row in rows if row.uuid in uuids or (row.serial and row.serial in serials) or row.node == node]
 
     def commit(self, new: Sequence[Record]) -> None:
         """Keep all records, or none if one is bad."""

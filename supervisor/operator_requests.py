@@ -110,7 +110,7 @@ def _fence(turn: Turn, event: OperatorAsked) -> str:
     text = f"{_by(event)} is sure that no process of this job lives on {nodes}"
     turn.log("Fence", text, "warning", principal=event.principal)
     for agent_id in fenced:
-        known_dead(turn, agent_id, f"declared dead by {_by(event)}", for_good=False)
+        known_dead(turn, agent_id, f"declared dead by {_by(event)}", for_good=False, with_node=True)
     return f"fenced: {nodes}"
 
 

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.events import AgentHeard
-from rsup.supervisor.records import CheckpointSaved, SectionSaved
+from rsup.supervisor.records import CheckpointSaved, ResumeSaved, SectionSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.rendezvous import found
 from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge, take_over
@@ -124,6 +124,7 @@ def resumed_from(turn: Turn, agent_id: str, fact: ResumedFrom) -> None:
     """
     state = turn.state
     turn.log("ResumedFrom", f"resumed from {fact.path}: {fact.iteration} iterations are done", at_us=fact.at_us)
+    turn.record(ResumeSaved(state.key, fact.attempt, fact.iteration, fact.path, fact.at_us))
     if fact.attempt != state.attempt or state.current is None:
         return
     current = replace(state.current, start_iteration=fact.iteration)

@@ -60,7 +60,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     elif verb != "jobs":
         parser.add_argument("job", metavar="JOB", nargs="?", help="ID, ID.RUN or OWNER/ID (default: the newest job)")
     if verb == "jobs":
-        parser.add_argument("--limit", type=_count, default=20, metavar="N", help="how many (default 20)")
+        parser.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20)")
         parser.add_argument("--state", default="", help="only jobs in this state, or `live` for all that have not ended")
         parser.add_argument("--owner", default="", help="only jobs of this user")
     if verb == "status":
@@ -70,7 +70,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         )
     if verb == "events":
         parser.add_argument("--follow", action="store_true", help="go on with new events until the job ends")
-        parser.add_argument("--last", type=_count, default=None, metavar="N", help="begin with the newest N events")
+        parser.add_argument("--last", type=count, default=None, metavar="N", help="begin with the newest N events")
     if verb == "stacks":
         parser.add_argument("--rank", type=int, default=None, metavar="R", help="of this rank only")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -80,13 +80,15 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of things to show. Raise `argparse.ArgumentTypeError`."""
     if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000000")
     return int(text)
 
 
-def _sources(arguments: argparse.Namespace) -> Sources:
+def sources_of(arguments: argparse.Namespace) -> Sources:
+    """Where a query with `--state-dir` and `--supervisor` gets its answers."""
     return Sources(places.state_dir(arguments.state_dir), arguments.supervisor, note=_note)
 
 
@@ -94,7 +96,8 @@ def _note(text: str) -> None:
     print(f"rsup: {text}", file=sys.stderr)
 
 
-def _print_json(content: object, indent: int | None = 2) -> None:
+def print_json(content: object, indent: int | None = 2) -> None:
+    """Print it, as it is."""
     print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
 
 
@@ -104,9 +107,9 @@ def _print_json(content: object, indent: int | None = 2) -> None:
 def _jobs(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.status_text import jobs_text
 
-    found = _sources(arguments).read(lambda source: source.jobs(arguments.limit, arguments.state, arguments.owner))
+    found = sources_of(arguments).read(lambda source: source.jobs(arguments.limit, arguments.state, arguments.owner))
     if arguments.json:
-        _print_json(found)
+        print_json(found)
     elif not found and (arguments.state or arguments.owner):
         print("no such jobs")
     else:
@@ -126,7 +129,7 @@ def _asked(sources: Sources, given: str | None) -> JobName:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    sources = _sources(arguments)
+    sources = sources_of(arguments)
     if arguments.page:
         print(f"{sources.address()}/?token={sources.token()}")
         return 0
@@ -141,7 +144,7 @@ def _show(status: Json, as_json: bool) -> None:
     from rsup.supervisor.status_text import status_text
 
     if as_json:
-        _print_json(status)
+        print_json(status)
     else:
         print(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
 
@@ -153,7 +156,7 @@ def _watch(sources: Sources, job: JobName, as_json: bool) -> int:
     while True:
         status = sources.read(lambda source: source.status(job, stacks=False))
         if as_json:
-            _print_json(status, indent=None)
+            print_json(status, indent=None)
         elif on_screen:
             _redraw(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
         else:
@@ -174,7 +177,7 @@ def _redraw(text: str) -> None:
 
 
 def _events(arguments: argparse.Namespace) -> int:
-    sources = _sources(arguments)
+    sources = sources_of(arguments)
     job = _pinned(sources, arguments.job)
     if arguments.follow:
         return _follow(sources, job, arguments)
@@ -182,7 +185,7 @@ def _events(arguments: argparse.Namespace) -> int:
     if arguments.last is not None:
         found = found[-arguments.last :]
     if arguments.json:
-        _print_json(found)
+        print_json(found)
     else:
         _print_events(found, as_json=False)
         if not found:
@@ -228,7 +231,7 @@ def _print_events(events: Sequence[Json], as_json: bool) -> None:
 
     for event in events:
         if as_json:
-            _print_json(event, indent=None)
+            print_json(event, indent=None)
         else:
             print(event_line(event, paint_for(sys.stdout)), flush=True)
 
@@ -236,11 +239,11 @@ def _print_events(events: Sequence[Json], as_json: bool) -> None:
 def _stacks(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.report_text import stacks_text
 
-    sources = _sources(arguments)
+    sources = sources_of(arguments)
     job = _asked(sources, arguments.job)
     found = sources.read(lambda source: source.stacks(job, arguments.rank))
     if arguments.json:
-        _print_json(found)
+        print_json(found)
     else:
         print(stacks_text(found, paint_for(sys.stdout)))
     return 0
@@ -249,7 +252,7 @@ def _stacks(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.report_text import report_text
 
-    sources = _sources(arguments)
+    sources = sources_of(arguments)
     job = _asked(sources, arguments.job)
     status = sources.read(lambda source: source.status(job, stacks=arguments.json))
     if "incidents" not in status:
@@ -257,7 +260,7 @@ def _report(arguments: argparse.Namespace) -> int:
             f"job {status['job']['name']} belongs to {status['job']['owner']}: only its owner and operators see its story"
         )
     if arguments.json:
-        _print_json({**status, "report": report_text(status)})
+        print_json({**status, "report": report_text(status)})
     else:
         print(report_text(status, paint_for(sys.stdout)))
     return 0
@@ -270,13 +273,13 @@ def _change(verb: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         job = JobName("", "", arguments.job)
         node = {"node": arguments.node} if verb == "fence" else {}
-        source = _supervisor(_sources(arguments), verb)
+        source = _supervisor(sources_of(arguments), verb)
         answer = source.change(verb, job, arguments.reason, arguments.dry_run, **node)
         if verb != "fence" and not arguments.dry_run:
             answer = {**answer, **outcome(source, name_of(answer["job"]), answer)}
         not_done = verb == "checkpoint" and answer.get("taken_up") is False
         if arguments.json:
-            _print_json(answer)
+            print_json(answer)
         elif not_done:
             raise QueryError(answer["message"])
         else:

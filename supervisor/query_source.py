@@ -17,6 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from rsup.supervisor import places
 from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.history_questions import Question
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.principals import owner_name, read_token_file
 from rsup.supervisor.wire import RsupError, UsageError
@@ -37,6 +38,10 @@ Answer = TypeVar("Answer")
 
 class QueryError(RsupError):
     """The question cannot be answered; the text is what the supervisor or the store says about it."""
+
+
+class WrongQuestion(QueryError, UsageError):
+    """The question is wrong in itself: a name that fits several devices, a time that is none, a malformed policy."""
 
 
 class NoAnswer(QueryError):
@@ -66,6 +71,18 @@ class Source(Protocol):
         """`story_views.job_stacks`."""
         ...
 
+    def answer(self, question: Question) -> Json:
+        """The answer to a question about devices or nodes."""
+        ...
+
+    def cases(self, job: JobName | None, limit: int, verdict: str) -> list[Json]:
+        """The newest cases, of that job if given: `case_views.case_fields`, or their public part."""
+        ...
+
+    def case(self, case_id: str) -> list[Json]:
+        """Cases of that id."""
+        ...
+
 
 class RestSource:
     """A supervisor at `address` (`http://host:port`). Proxies of the environment are not used: it is in the cluster."""
@@ -77,11 +94,23 @@ class RestSource:
 
     def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
         """The newest jobs, over as many pages as needed."""
+        return self._pages("/jobs", limit, state=state, owner=owner)
+
+    def cases(self, job: JobName | None, limit: int, verdict: str) -> list[Json]:
+        """The newest cases, of that job if given."""
+        of_job = {} if job is None else {"job": job.name, "owner": job.owner, "cluster": job.cluster}
+        return self._pages("/cases", limit, verdict=verdict, **of_job)
+
+    def case(self, case_id: str) -> list[Json]:
+        """Cases of that id."""
+        items: list[Json] = self._get(f"/cases/{quote(case_id, safe='')}")["items"]
+        return items
+
+    def _pages(self, path: str, limit: int, **query: object) -> list[Json]:
         found: list[Json] = []
         cursor: str | None = ""
         while cursor is not None and len(found) < limit:
-            size = min(MAX_PAGE, limit - len(found))
-            answer = self._get("/jobs", limit=size, cursor=cursor, state=state, owner=owner)
+            answer = self._get(path, limit=min(MAX_PAGE, limit - len(found)), cursor=cursor, **query)
             found += answer["items"]
             cursor = answer["next_cursor"]
         return found
@@ -106,6 +135,11 @@ class RestSource:
         """Stacks of the newest incident that has some."""
         return self._get_of(job, "/stacks", **({} if rank is None else {"rank": rank}))
 
+    def answer(self, question: Question) -> Json:
+        """The answer to a question about devices or nodes."""
+        body = None if question.body is None else json.dumps(question.body).encode()
+        return self._ask(question.path, [(name, value) for name, value in question.query if value != ""], body)
+
     def change(self, verb: str, job: JobName, reason: str, dry_run: bool, **more: str) -> Json:
         """Ask for a `stop`, a `checkpoint`, or a `fence` of the `node` in `more`: what the supervisor says to it."""
         body = json.dumps({"reason": reason, "dry_run": dry_run, **more}).encode()
@@ -125,7 +159,7 @@ class RestSource:
     def _get(self, path: str, **query: object) -> Json:
         return self._ask(path, query)
 
-    def _ask(self, path: str, query: dict[str, object], body: bytes | None = None) -> Json:
+    def _ask(self, path: str, query: dict[str, object] | list[tuple[str, object]], body: bytes | None = None) -> Json:
         url = f"{self._address}/api/v1{path}?{urlencode(query)}"
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
@@ -134,7 +168,7 @@ class RestSource:
                 return content
         except HTTPError as error:
             with error:
-                raise QueryError(_detail(error)) from None
+                raise (WrongQuestion if error.code == 422 else QueryError)(_detail(error)) from None
         except (URLError, HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise NoAnswer(f"no answer from the supervisor at {self._address}: {reason}") from None
@@ -184,6 +218,35 @@ class StoreSource:
 
         with self._filled(job) as connection:
             return job_stacks(connection, self._find(connection, job), rank=rank)
+
+    def answer(self, question: Question) -> Json:
+        """The answer to a question about devices or nodes."""
+        with self._reading() as connection:
+            if connection is None:
+                raise QueryError(f"{self._state} has no history yet: nothing was launched with it")
+            return question.read(connection)
+
+    def cases(self, job: JobName | None, limit: int, verdict: str) -> list[Json]:
+        """The newest cases, of that job if given."""
+        from rsup.supervisor.case_views import list_cases
+
+        if job is not None:
+            with self._filled(job) as connection:
+                return list_cases(connection, job=self._find(connection, job), limit=limit, verdict=verdict)[0]
+        with self._reading() as reader:
+            return [] if reader is None else list_cases(reader, limit=limit, verdict=verdict)[0]
+
+    def case(self, case_id: str) -> list[Json]:
+        """Cases of that id."""
+        from rsup.supervisor.case_views import UnknownCase, find_cases
+
+        with self._reading() as connection:
+            if connection is None:
+                raise QueryError(f"no case {case_id[:200]!r}: {self._state} has no jobs yet")
+            try:
+                return find_cases(connection, case_id)
+            except UnknownCase as error:
+                raise QueryError(str(error)) from None
 
     def _find(self, connection: "Connection", job: JobName) -> "FoundJob":
         from rsup.supervisor.job_selector import find_job

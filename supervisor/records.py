@@ -145,6 +145,16 @@ class CheckpointSaved(Struct, frozen=True, tag=True):
     duration_s: float = 0.0
 
 
+class ResumeSaved(Struct, frozen=True, tag=True):
+    """An attempt went on from that checkpoint, `iteration` iterations of which are done: what it makes descends from it."""
+
+    job: JobKey
+    attempt: int
+    iteration: int
+    path: str
+    at_us: int
+
+
 class NodeSeen(Struct, frozen=True, tag=True):
     """A node that took part in a job."""
 
@@ -219,7 +229,8 @@ class EvidenceSaved(Struct, frozen=True, tag=True):
     kind: str
     """`device` or `node`."""
     subject: str
-    """UUID of the device as it was known then, or the node's name."""
+    """UUID under which the board's record is kept (a board with the same serial under another UUID continues it), or the
+    node's name."""
     fingerprint: str
     """What makes two sightings the same: subject, source, code, episode (boot, or job and attempt); hex."""
     source: str
@@ -249,7 +260,9 @@ class EvidenceSaved(Struct, frozen=True, tag=True):
     effect: str = "counted"
     """`counted`, or why it moves no state: `inert: injected`, `refused: the job does not hold the device`, ..."""
     rule: str = ""
-    """Name of the policy's rule that applied."""
+    """`POLICY/RULE`: names of the policy in force and of its rule that applied."""
+    share: float = 1.0
+    """1 of n where it points to a group of n of which one member is at fault."""
 
 
 class SubjectSaved(Struct, frozen=True, tag=True):
@@ -279,6 +292,10 @@ class SubjectSaved(Struct, frozen=True, tag=True):
     ticket: str = ""
     held_by_test: bool = False
     """A passed test is missing for the way back."""
+    settled_us: int = 0
+    """Evidence up to then has been dealt with: by a release, or by clean run time. It counts as a first time no more."""
+    may_drain: str = ""
+    """Why the node may be drained for it (a second independent episode, a failed test, somebody's word), empty: it may not."""
 
 
 class TransitionSaved(Struct, frozen=True, tag=True):
@@ -323,6 +340,7 @@ Record = (
     | IncidentSaved
     | SectionSaved
     | CheckpointSaved
+    | ResumeSaved
     | NodeSeen
     | DeviceSeen
     | BeatsSaved

@@ -13,7 +13,9 @@ from rsup.supervisor import records
 from rsup.supervisor.actions import SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.attempt_end import allow_time_to_end, blocked_for_s, end_job, fail_attempt, give_up_blocked
 from rsup.supervisor.attempt_start import adopt, begin_attempt
+from rsup.supervisor.devices_known import badness, devices_known
 from rsup.supervisor.events import AgentJoined, Now
+from rsup.supervisor.fault_evidence import lost_node_evidence
 from rsup.supervisor.node_versions import difference
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.refusal import nnodes, refusal
@@ -77,6 +79,8 @@ def resumed_job(old: JobState, spec: JobSpec, now: Now) -> JobState:
         reason="",
         budget=Budget(checkpoint=old.checkpoint, iteration=old.iteration),
         reruns=0,
+        cases=[replace(case, num_reruns=0) for case in old.cases],
+        case_restarts=0,
         limits=replace(spec.limits, sections={**old.limits.sections, **spec.limits.sections}, calculated=old.limits.calculated),
         observed=Observed(),
         current=None,
@@ -102,6 +106,10 @@ def agent_joined(turn: Turn, event: AgentJoined) -> None:
         _newcomer(turn, hello)
     else:
         _returned(turn, hello, agent)
+    if event.known is not None and not hello.agent.gone:
+        devices_known(turn, event.known)
+        for doubt in event.doubts:
+            turn.log("DeviceContested", doubt, "warning", node=hello.agent.node)
 
 
 def _keeper_speaks(turn: Turn, agent_id: str, agent: AgentState | None) -> None:
@@ -182,7 +190,7 @@ def _drop_rebooted(turn: Turn, info: AgentInfo) -> None:
     for agent_id, agent in list(turn.state.agents.items()):
         rebooted = info.boot_id and agent.info.boot_id and info.boot_id != agent.info.boot_id
         if agent.role is not Role.GONE and agent.info.node == info.node and rebooted:
-            known_dead(turn, agent_id, f"its node {info.node} has been rebooted", for_good=True)
+            known_dead(turn, agent_id, f"its node {info.node} has been rebooted", for_good=True, with_node=True)
 
 
 def _end_strays(turn: Turn, hello: Hello) -> None:
@@ -249,8 +257,9 @@ def found(turn: Turn, agent_id: str) -> None:
     turn.see_node(agent_id)
 
 
-def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool) -> None:
-    """No rank of this agent is alive any more; an attempt it took part in has failed. `for_good`: it cannot come back."""
+def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool, with_node: bool = False) -> None:
+    """No rank of this agent is alive any more; an attempt it took part in has failed. `for_good`: it cannot come back.
+    `with_node`: its node was lost, not the launcher alone."""
     agent = turn.state.agents[agent_id]
     if agent.role is Role.GONE:
         if for_good and not agent.dead:
@@ -259,6 +268,8 @@ def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool) -> Non
     unfinished = sum(e.exit_code == 0 for e in agent.exits.values()) < agent.info.num_ranks
     outbox = [] if for_good else [_harmless(command) for command in agent.outbox]
     text = f"node {agent.info.node} is out: {reason}"
+    if with_node:
+        lost_node_evidence(turn, agent, text)
     unseen = agent.group_rank >= 0 and agent.live_attempt == turn.state.attempt and len(agent.exits) < agent.info.num_ranks
     took_ranks = text if unseen else ""
     turn.change_agent(agent_id, role=Role.GONE, live_attempt=0, dead=for_good, outbox=outbox, took_ranks=took_ranks)
@@ -353,12 +364,13 @@ def _wait_for_old_ranks(turn: Turn, blockers: list[str]) -> None:
 
 
 def members(state: JobState, ready: list[str]) -> list[str]:
-    """The agents of the next attempt by group rank: who stays keeps its rank, hints come next, then the order of joining."""
+    """The agents of the next attempt by group rank: who stays keeps its rank, hints come next, then the order of joining.
+    Nodes that something is known against come last."""
 
-    def seniority(agent_id: str) -> tuple[bool, int, int]:
+    def seniority(agent_id: str) -> tuple[int, bool, int, int]:
         agent = state.agents[agent_id]
         hint = agent.info.node_rank if agent.info.node_rank >= 0 else state.spec.max_nodes
-        return agent.group_rank < 0, hint, agent.joined
+        return badness(agent), agent.group_rank < 0, hint, agent.joined
 
     chosen = sorted(ready, key=seniority)[: state.spec.max_nodes]
     places: list[str | None] = [None] * len(chosen)

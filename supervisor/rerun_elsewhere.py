@@ -9,7 +9,6 @@ leaves with 16 or 17 is an ordinary failure. Pure.
 Source: spec of Megatron-LM's rerun_state_machine.py; it tells devices apart by node name and CUDA ordinal.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -17,8 +16,9 @@ from msgspec.structs import replace
 
 from rsup.supervisor.end_report import all_exits
 from rsup.supervisor.failure import first_mover
+from rsup.supervisor.other_devices import arranged, change_places, ranks_of
 from rsup.supervisor.restart_policy import Verdict
-from rsup.supervisor.states import AgentState, JobState
+from rsup.supervisor.states import JobState
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, AvoidedDevice, RejectedResult
 
@@ -35,14 +35,16 @@ _VERDICTS = {
 
 
 class Rerun(Struct, frozen=True):
-    """What follows from a confirmed 16 or 17. `exchange`: agents that change places, the second for the first."""
+    """What follows from a confirmed 16 or 17."""
 
     verdict: Verdict
     found: list[RejectedResult]
     """The lines that confirm it, one a rank; empty where the case was open already."""
     avoid: list[AvoidedDevice]
     """The job's list from now on."""
-    exchange: tuple[str, str] | None = None
+    order: list[str] = []
+    """The agents of the next attempt in the order of the current one's, where nodes change places."""
+    why: str = "restart for a rerun on another device"
 
 
 def confirmed_rerun(state: JobState) -> Rerun | None:
@@ -75,17 +77,8 @@ def carry_out(turn: Turn, rerun: Rerun) -> None:
     }
     rank = first.rank if first else None
     turn.log(kind, rerun.verdict.reason, "warning" if rerun.verdict.restart else "error", rank=rank, data=data)
-    if rerun.exchange is not None:
-        leaving, coming = rerun.exchange
-        ours, theirs = turn.state.agents[leaving].group_rank, turn.state.agents[coming].group_rank
-        turn.change_agent(leaving, group_rank=theirs)
-        turn.change_agent(coming, group_rank=ours)
-
-
-def avoided_by(state: JobState, agent: AgentState) -> list[AvoidedDevice]:
-    """What an agent's `StartAttempt` says: devices to be avoided by all, and by ranks of its own."""
-    ranks = range(agent.first_rank, agent.first_rank + agent.info.num_ranks)
-    return [avoided for avoided in state.avoid if avoided.rank is None or avoided.rank in ranks]
+    if rerun.order:
+        change_places(turn, rerun.order)
 
 
 def _telling_lines(code: int, newest: Iterable[RejectedResult]) -> list[RejectedResult]:
@@ -139,86 +132,40 @@ def _elsewhere(state: JobState, found: list[RejectedResult]) -> Rerun:
         reason = f"{MAX_RERUNS} reruns on other devices have brought no verdict; {asked}"
         return Rerun(_end(EXIT_RERUN_ELSEWHERE, reason), found, avoid)
     suspects = sorted({line.rank for line in found})
-    exchange = None
-    for agent_id, agent in state.active:
-        if not any(rank in _ranks(agent) for rank in suspects) or _has_seats(agent, avoid):
-            continue
-        other = _other_node(state, agent_id, agent, avoid)
-        if other is None or exchange is not None:
-            reason = f"there is no other device for rank {suspects[0]} in this allocation, resume the job elsewhere: {asked}"
-            return Rerun(_end(EXIT_RERUN_ELSEWHERE, reason), found, avoid)
-        exchange = (agent_id, other)
+    active = state.active
+    order = [agent_id for agent_id, _ in active]
+    places = arranged(state, order, [agent.first_rank for _, agent in active], avoid)
+    if places is None:
+        reason = f"there is no other device for rank {suspects[0]} in this allocation, resume the job elsewhere: {asked}"
+        return Rerun(_end(EXIT_RERUN_ELSEWHERE, reason), found, avoid)
     who = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
-    where = "another device"
-    if exchange is not None:
-        where = f"node {state.agents[exchange[1]].info.node}"
-    reason = f"{asked}: {who} run{'s' if len(suspects) == 1 else ''} it again on {where}, which costs no restart"
-    return Rerun(Verdict(True, 0, reason), found, avoid, exchange)
-
-
-def _ranks(agent: AgentState) -> range:
-    return range(agent.first_rank, agent.first_rank + agent.info.num_ranks)
-
-
-def _has_seats(agent: AgentState, avoid: list[AvoidedDevice]) -> bool:
-    """Whether every rank of the node can have a device that it need not avoid, no device more often than now."""
-    free = Counter(agent.devices)
-    owners: dict[tuple[str, int], int] = {}
-
-    def seat(rank: int, tried: set[tuple[str, int]]) -> bool:
-        unfit = {a.device for a in avoid if a.rank == rank}
-        for place in ((device, nth) for device, count in free.items() if device not in unfit for nth in range(count)):
-            if place in tried:
-                continue
-            tried.add(place)
-            if place not in owners or seat(owners[place], tried):
-                owners[place] = rank
-                return True
-        return False
-
-    constrained = {a.rank for a in avoid}
-    ordered = sorted(_ranks(agent), key=lambda rank: rank not in constrained)
-    return all(seat(rank, set()) for rank in ordered)
-
-
-def _other_node(state: JobState, agent_id: str, agent: AgentState, avoid: list[AvoidedDevice]) -> str | None:
-    """A node of the same size that can change places with this one; spares first."""
-
-    def fits(ranks: range, devices: list[str]) -> bool:
-        return not any(a.rank in ranks and a.device in devices for a in avoid)
-
-    candidates = [
-        (other.group_rank >= 0, other.joined, other_id)
-        for other_id, other in state.agents.items()
-        if other_id != agent_id
-        and other.reachable
-        and not other.excluded
-        and other.info.num_ranks == agent.info.num_ranks
-        and fits(_ranks(agent), other.devices)
-        and (other.group_rank < 0 or fits(_ranks(other), agent.devices))
+    moved = [
+        state.agents[there].info.node
+        for there, (here, agent) in zip(places, active, strict=True)
+        if there != here and any(rank in ranks_of(agent) for rank in suspects)
     ]
-    return min(candidates, default=(False, 0, None))[2]
+    where = f"node {', '.join(moved)}" if moved else "another device"
+    reason = f"{asked}: {who} run{'s' if len(suspects) == 1 else ''} it again on {where}, which costs no restart"
+    return Rerun(Verdict(True, 0, reason), found, avoid, places if places != order else [])
 
 
 def _name_suspect(turn: Turn, line: RejectedResult, verdict: Verdict) -> None:
+    code = verdict.exit_code or EXIT_RERUN_ELSEWHERE
+    name_suspect(turn, line.rank, line.device, line.iteration, code, "rerun machine of Megatron-LM")
+
+
+def name_suspect(turn: Turn, rank: int, device: str, iteration: int, exit_code: int, found_by: str) -> None:
     """The incident is about the rank whose result it was, not about the one that happened to leave first."""
     state = turn.state
-    owners = [agent for rank, _, agent in all_exits(state) if rank == line.rank]
+    owners = [agent for other, _, agent in all_exits(state) if other == rank]
     if state.failure is None or not owners:
         return
-    code = verdict.exit_code or EXIT_RERUN_ELSEWHERE
     node = owners[0].info.node
-    text = f"rank {line.rank} on {node} left with exit code {code}: its result at iteration {line.iteration} was rejected"
-    turn.change(failure=replace(state.failure, text=text, exit_code=code, rank=line.rank, node=node))
+    text = f"rank {rank} on {node} left with exit code {exit_code}: its result at iteration {iteration} was rejected"
+    turn.change(failure=replace(state.failure, text=text, exit_code=exit_code, rank=rank, node=node))
     if state.incident is not None and state.incident.attempt == state.attempt:
         incident = replace(
-            state.incident,
-            rank=line.rank,
-            node=node,
-            device=line.device,
-            iteration=line.iteration,
-            found_by="rerun machine of Megatron-LM",
-            text=text,
+            state.incident, rank=rank, node=node, device=device, iteration=iteration, found_by=found_by, text=text
         )
         turn.change(incident=incident)
         turn.record(incident)

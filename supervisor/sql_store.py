@@ -16,11 +16,12 @@ from sqlalchemy.exc import DBAPIError
 from rsup.supervisor import retention, schema, tables
 from rsup.supervisor.database import Target, describe, postgres_writer, split_target, sqlite_writer
 from rsup.supervisor.database_errors import translated
+from rsup.supervisor.hardware import hardware_rows
 from rsup.supervisor.lease import FileLease, Lease, LeaseHolder, Timing
 from rsup.supervisor.network_copy import CopyThread
 from rsup.supervisor.postgres_lease import PostgresLease
 from rsup.supervisor.record_rows import RecordWriter, save_meta
-from rsup.supervisor.records import JobKey, Record
+from rsup.supervisor.records import EvidenceSaved, JobKey, Record, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.shared_lease import SharedLease
 from rsup.supervisor.sqlite_file import Migrated, check_place, choose_live, mark_term, prepare
 from rsup.supervisor.state_disk import is_network_file_system, live_database, make_live_dir
@@ -90,6 +91,26 @@ class SqlStore:
         of_job = _key_and_state.where(_jobs.cluster == cluster, _jobs.owner == owner, _jobs.job_id == job_id)
         row = self._run(lambda connection: connection.execute(of_job.order_by(_jobs.run.desc()).limit(1)).first())
         return None if row is None else (JobKey(*row[:4]), bytes(row[4]))
+
+    def open_subjects(self) -> list[SubjectSaved]:
+        """See `store.Store`."""
+        return self._run(hardware_rows.open_subjects)
+
+    def subjects_named(self, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
+        """See `store.Store`."""
+        return self._run(lambda connection: hardware_rows.subjects_named(connection, kind, names, serials))
+
+    def evidence_about(self, kind: str, subject: str) -> list[EvidenceSaved]:
+        """See `store.Store`."""
+        return self._run(lambda connection: hardware_rows.evidence_about(connection, kind, subject))
+
+    def last_transition(self, kind: str, subject: str) -> TransitionSaved | None:
+        """See `store.Store`."""
+        return self._run(lambda connection: hardware_rows.last_transition(connection, kind, subject))
+
+    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+        """See `store.Store`."""
+        return self._run(lambda connection: hardware_rows.open_seats(connection, uuids, serials, node))
 
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`. Costs about as much as the disk's sync."""

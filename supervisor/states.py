@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rsup.supervisor.records import AttemptSaved, IncidentSaved, JobKey, JobSaved
+from rsup.supervisor.records import AttemptSaved, CaseSaved, IncidentSaved, JobKey, JobSaved
 from rsup.supervisor.wire import (
     AgentInfo,
     AnyCommand,
@@ -96,6 +96,10 @@ class AgentState(Struct, frozen=True, kw_only=True):
     """Commands that the agent has not acknowledged, oldest first."""
     devices: list[str] = []
     """UUIDs of its node's devices."""
+    known: list[AvoidedDevice] = []
+    """Of these, what the hardware's history says against them."""
+    node_known: AvoidedDevice | None = None
+    """The same of its node (`device` is its name)."""
     heard_us: int = 0
     """When a lost agent was last heard; else 0."""
     dead: bool = False
@@ -190,6 +194,25 @@ class Observed(Struct, frozen=True):
     loaded_persistent: bool = False
 
 
+class Case(Struct, frozen=True, kw_only=True):
+    """A rerun case that has no verdict yet, or whose verdict the end of its attempt has still to follow."""
+
+    saved: CaseSaved
+    """Its record as last written."""
+    told_in: int
+    """The attempt in which ranks last told of it."""
+    sent_in: int = 0
+    """The attempt that was started to decide it, 0: none was."""
+    avoid: list[AvoidedDevice] = []
+    """Where its ranks must not run again."""
+    num_reruns: int = 0
+    """Attempts of this launch that were started to decide it."""
+    num_returns: int = 0
+    """Of all its reruns those that came to a device that had been tried."""
+    is_repeat: bool = False
+    """Its verdict accuses a device that was to be left out already."""
+
+
 class JobState(Struct, frozen=True, kw_only=True):
     """The whole machine of one run of a job."""
 
@@ -251,6 +274,14 @@ class JobState(Struct, frozen=True, kw_only=True):
     """Devices to be avoided from the next attempt on; one with a rank is of an open case of Megatron-LM's rerun machine."""
     reruns: int = 0
     """Restarts of this launch for a rerun on another device."""
+    cases: list[Case] = []
+    """Rerun cases that wait for something, the one told of last at the end."""
+    closed_cases: list[str] = []
+    """Ids of the latest cases that have their verdict: it is final."""
+    case_restarts: int = 0
+    """Free restarts from the last checkpoint that a case has asked for, since a newer one became durable."""
+    case_checkpoint: int = -1
+    """Iteration of the newest durable checkpoint at the last of these, -1: none."""
     requests: list[str] = []
     """Ids of the latest operator requests, against repeats."""
     result: JobResult | None = None

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rsup.supervisor.case_text import cases_text
 from rsup.supervisor.render import PLAIN, STATE_COLOURS, Paint, clean, duration, moment, percent, plural, table
 
 Json = Mapping[str, Any]
 
 MAX_RANKS = 64
 MAX_INCIDENTS = 10
+MAX_CASES = 5
 
 
 def state_of(job: Json) -> str:
@@ -48,6 +50,8 @@ def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) ->
     parts += ["", _ranks(status, width, paint)]
     if status["incidents"]:
         parts += ["", _incidents(status, width, paint)]
+    if status["cases"]:
+        parts += ["", cases_text(status["cases"][-MAX_CASES:], width, paint)]
     parts += ["", _last_checkpoint(status["checkpoints"])]
     return "\n".join(parts)
 

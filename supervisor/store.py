@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rsup.supervisor.records import JobKey, Record
+from rsup.supervisor.records import EvidenceSaved, JobKey, Record, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.wire import RsupError
 
 
@@ -45,6 +45,26 @@ class Store(Protocol):
 
     def last_run(self, cluster: str, owner: str, job_id: str) -> tuple[JobKey, bytes] | None:
         """The newest run of that job, ended or not, with its machine state."""
+        ...
+
+    def open_subjects(self) -> list[SubjectSaved]:
+        """Devices and nodes that are not clear, or of which a person has spoken."""
+        ...
+
+    def subjects_named(self, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
+        """Devices or nodes of these names or serials, where they have a row."""
+        ...
+
+    def evidence_about(self, kind: str, subject: str) -> list[EvidenceSaved]:
+        """The newest evidence about a device or node."""
+        ...
+
+    def last_transition(self, kind: str, subject: str) -> TransitionSaved | None:
+        """The newest change of its state."""
+        ...
+
+    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+        """Stays that are not over, of these boards or on that node."""
         ...
 
     def commit(self, records: Sequence[Record], /) -> None:

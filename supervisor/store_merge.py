@@ -1,4 +1,5 @@
-"""Takes over the jobs of another store, as when an embedded supervisor stood in for a shared one.
+"""Takes over the jobs of another store, as when an embedded supervisor stood in for a shared one, and what it learned about
+devices and nodes (`history_merge`).
 
 By natural key, so that it can be done again: what is there already stays, or is written over where the other store knows
 something newer. A job that has not ended stays out, for its own supervisor still decides about it. Two different jobs of one
@@ -13,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Row, Table, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rsup.supervisor import tables
+from rsup.supervisor import history_merge, tables
 
 _BATCH = 1000
 
@@ -23,6 +24,8 @@ _STORY = (
     tables.incidents,
     tables.sections,
     tables.checkpoints,
+    tables.resumes,
+    tables.cases,
     tables.job_nodes,
     tables.placements,
     tables.beats,
@@ -45,6 +48,9 @@ class Merged:
     """Jobs that got another run number."""
     still_live: int = 0
     """Jobs left out because they have not ended."""
+    new_evidence: int = 0
+    changed_subjects: int = 0
+    """Devices and nodes whose state or its history is another now."""
 
 
 def merge(source: Engine, change: Change, *, live_too: bool = False) -> Merged:
@@ -58,7 +64,10 @@ def merge(source: Engine, change: Change, *, live_too: bool = False) -> Merged:
                 continue
             ids[job.id] = change(partial(_merge_job, read, job, merged))
             merged.jobs += 1
-        change(lambda write: _merge_sightings(read, write, ids))
+        change(lambda write: history_merge.merge_sightings(read, write, ids))
+        merged.new_evidence = change(partial(history_merge.merge_evidence, read, ids=ids, as_is=live_too))
+        merged.changed_subjects = change(partial(history_merge.merge_subjects, read, ids=ids, as_is=live_too))
+        change(partial(history_merge.merge_seats, read, as_is=live_too))
     return merged
 
 
@@ -101,26 +110,15 @@ def _copy_rows(read: Connection, write: Connection, table: Table, job: int, new_
     return _count(write, table, new_job) - before
 
 
-def _merge_sightings(read: Connection, write: Connection, ids: dict[int, int]) -> None:
-    for table in (tables.nodes, tables.devices):
-        rows = [dict(row._mapping) for row in read.execute(select(table))]
-        for row in rows:
-            if table is tables.nodes:
-                row["job"] = ids.get(row["job"])
-        if rows:
-            write.execute(upsert(write, table, overwrite=True, newer="at_us"), rows)
-
-
 def _count(connection: Connection, table: Table, job: int) -> int:
     return int(connection.execute(select(func.count()).select_from(table).where(table.c.job == job)).scalar() or 0)
 
 
-def upsert(connection: Connection, table: Table, *, overwrite: bool, newer: str = "") -> Any:
-    """An insert that leaves a row of the same key alone, or writes over it; with `newer` unless that column would shrink."""
+def upsert(connection: Connection, table: Table, *, overwrite: bool) -> Any:
+    """An insert that leaves a row of the same key alone, or writes over it."""
     statement = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(table)
     if not overwrite:
         return statement.on_conflict_do_nothing()
     keys = [column.name for column in table.primary_key]
     values = {column.name: statement.excluded[column.name] for column in table.c if column.name not in keys}
-    condition = statement.excluded[newer] >= table.c[newer] if newer else None
-    return statement.on_conflict_do_update(index_elements=keys, set_=values, where=condition)
+    return statement.on_conflict_do_update(index_elements=keys, set_=values)

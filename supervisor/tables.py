@@ -24,6 +24,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 REVISIONS = ("0001", "0002")
@@ -64,6 +65,15 @@ def _text(name: str) -> Column[str]:
 
 def _json(name: str) -> Column[object]:
     return Column(name, JSON, nullable=False)
+
+
+COUNTED = "effect = 'counted' AND weight > 0"
+"""Evidence that moves states. An index holds these rows apart, and is used where a query has this very text."""
+
+
+def _only(condition: str) -> dict[str, object]:
+    """Options of an index of the rows that fulfil `condition` alone."""
+    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
 
 
 jobs = Table(
@@ -125,6 +135,7 @@ attempts = Table(
     _text("reason"),
     _number("start_iteration"),
     _number("last_iteration"),
+    Index("ix_attempts_stopped_us", "stopped_us", "started_us", "world_size", "outcome"),
 )
 
 ranks = Table(
@@ -164,6 +175,8 @@ incidents = Table(
     _number_or_none("recovered_us"),
     _number_or_none("lost_iterations"),
     _json("stacks"),
+    Index("ix_incidents_device_at_us", "device", "at_us"),
+    Index("ix_incidents_node_at_us", "node", "at_us"),
 )
 
 sections = Table(
@@ -186,6 +199,18 @@ checkpoints = Table(
     _text("path"),
     _number("at_us"),
     Column("duration_s", Double, nullable=False),
+    Index("ix_checkpoints_path", "path"),
+)
+
+resumes = Table(  # which checkpoint an attempt went on from
+    "resumes",
+    metadata,
+    _job(),
+    _key("attempt"),
+    _key("iteration"),
+    _text("path"),
+    _number("at_us"),
+    Index("ix_resumes_path", "path"),
 )
 
 nodes = Table(  # every node ever seen, as it was last seen; what it was in each job: `job_nodes`
@@ -208,6 +233,7 @@ job_nodes = Table(
     _number("at_us"),
     _text("role"),
     _json("devices"),
+    Index("ix_job_nodes_node_at_us", "node", "at_us"),
 )
 
 devices = Table(  # every device ever seen, where it was last seen
@@ -223,6 +249,11 @@ devices = Table(  # every device ever seen, where it was last seen
     _text("pci_bus_id"),
     _text("vbios"),
     _text("driver"),
+    Index("ix_devices_serial", "serial"),
+    Index("ix_devices_node", "node"),
+    Index("ix_devices_model", "model"),
+    Index("ix_devices_vbios", "vbios"),
+    Index("ix_devices_driver", "driver"),
 )
 
 placements = Table(  # which device of which node a rank of an attempt used, from when to when
@@ -235,8 +266,8 @@ placements = Table(  # which device of which node a rank of an attempt used, fro
     _text("node"),
     _number("from_us"),
     _number_or_none("to_us"),  # the attempt's stopped_us; None while it runs
-    Index("ix_placements_device", "device"),
-    Index("ix_placements_node", "node"),
+    Index("ix_placements_device_from_us", "device", "from_us", "to_us"),
+    Index("ix_placements_node_from_us", "node", "from_us", "to_us"),
     Index("ix_placements_from_us", "from_us"),
 )
 
@@ -294,10 +325,12 @@ evidence = Table(  # what speaks for or against a device or node; append only, b
     Column("injected", Boolean, nullable=False),
     _text("effect"),
     _text("rule"),
+    Column("share", Double, nullable=False),
     Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us"),
     Index("ix_evidence_last_us", "last_us"),
     Index("ix_evidence_serial", "serial"),
     Index("ix_evidence_job", "job"),
+    Index("ix_evidence_counted", "last_us", "kind", "subject", "episode", "weight", **_only(COUNTED)),
 )
 
 subjects = Table(  # the state of each device and node that has ever been more than clear
@@ -320,8 +353,12 @@ subjects = Table(  # the state of each device and node that has ever been more t
     _number_or_none("override_until_us"),
     _text("ticket"),
     Column("held_by_test", Boolean, nullable=False),
-    Index("ix_subjects_state", "state"),
+    _number("settled_us"),
+    _text("may_drain"),
+    Index("ix_subjects_kind_state_subject", "kind", "state", "subject"),
     Index("ix_subjects_serial", "serial"),
+    Index("ix_subjects_expires_us", "expires_us"),
+    Index("ix_subjects_override_until_us", "override_until_us"),
 )
 
 transitions = Table(

@@ -12,11 +12,12 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, func, select
 
+from rsup.supervisor.case_views import job_cases
 from rsup.supervisor.goodput import AttemptTimes, goodput
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.states import JobState, Phase, StateUnreadable, decode
 from rsup.supervisor.story_views import list_incidents
-from rsup.supervisor.tables import attempts, beats, checkpoints, incidents, jobs, ranks, sections
+from rsup.supervisor.tables import attempts, beats, cases, checkpoints, incidents, jobs, ranks, sections
 from rsup.supervisor.view_times import iso, seconds_between
 from rsup.supervisor.waiting_view import waiting_for
 
@@ -128,7 +129,7 @@ def job_status(
         "incidents": found,
         "suspects": _suspects(fields, found, rank_rows),
         "checkpoints": list_checkpoints(connection, job),
-        "cases": [],
+        "cases": job_cases(connection, job),
         "sections": list_sections(connection, job),
         "standbys": _standbys(state),
         "goodput": goodput(row["created_us"], row["ended_us"], _attempt_times(connection, job, tries), now_us),
@@ -136,6 +137,7 @@ def job_status(
             "attempts": len(tries),
             "incidents": _counts(connection, incidents.c.job, [job.id]).get(job.id, 0),
             "checkpoints": _counts(connection, checkpoints.c.job, [job.id]).get(job.id, 0),
+            "cases": _counts(connection, cases.c.job, [job.id]).get(job.id, 0),
         },
     }
 

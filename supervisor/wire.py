@@ -489,8 +489,8 @@ class CaseReported(Fact, frozen=True):
 class HealthReading(Struct, frozen=True):
     """Something that was read off a device: `code` names it, for Xid events the number.
 
-    `source`: `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`, `test`. `count`: how many since
-    `boot_id` (a total) where the source counts, else 1. `detail`: the raw line, at most 4 KiB.
+    `source`: `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`, `test`. `count`: of `ecc`, `remap` and
+    `link` the device's own total; of `xid` how many more since the last fact; else 1. `detail`: the raw line, at most 4 KiB.
     """
 
     device: str

@@ -1,4 +1,5 @@
-"""Injected faults, addressed by rank and iteration: `rank=1,iteration=25,kind=sigkill`.
+"""Injected faults, addressed by rank and iteration: `rank=1,iteration=25,kind=sigkill`. Those that change numbers instead of
+ending or stopping a process are in `numeric_faults`.
 
 A fault strikes once per job, also across attempts, unless `repeat` is added: before it strikes, a marker file is made
 durable. Faults are a trainer's option, off by default; nothing here is reachable without one.
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from rsup.supervisor.wire import UsageError
 from rsup.worker.checkpoint_directory import sync_directory
+from rsup.worker.numeric_faults import NUMERIC_KINDS, NumericFault, check_numeric_fault, parse_numeric_fault
 
 STEP_KINDS = ("sigkill", "sigstop", "exception", "exit", "hang", "gil-hang")
 CHECKPOINT_KINDS = ("hang-in-checkpoint", "sigkill-in-checkpoint")
@@ -52,8 +54,14 @@ class Fault:
         return f"rank={self.rank},{when}kind={kind}"
 
 
+def parse_any_fault(text: str) -> Fault | NumericFault:
+    """The fault that `text` describes, of either kind; raise `UsageError`."""
+    kinds = [part.strip().removeprefix("kind=") for part in text.split(",") if part.strip().startswith("kind=")]
+    return parse_numeric_fault(text) if any(kind in NUMERIC_KINDS for kind in kinds) else parse_fault(text)
+
+
 def parse_fault(text: str) -> Fault:
-    """The fault that `text` describes; raise `UsageError` for an unknown key or kind, or a missing one."""
+    """The fault of a process that `text` describes; raise `UsageError` for an unknown key or kind, or a missing one."""
     values: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -66,7 +74,7 @@ def parse_fault(text: str) -> Fault:
         values[key] = value
     kind = "exit" if "exit" in values else values.get("kind", "")
     if kind not in KINDS or ("exit" in values) == ("kind" in values):
-        raise UsageError(f"--fault {text}: unknown kind; use one of {', '.join(KINDS)} (exit as exit=N)")
+        raise UsageError(f"--fault {text}: unknown kind; use one of {', '.join(KINDS + NUMERIC_KINDS)} (exit as exit=N)")
     rank, iteration = _number(text, values, "rank"), 0
     if kind in START_KINDS:
         if "iteration" in values:
@@ -86,8 +94,11 @@ def _number(text: str, values: dict[str, str], key: str) -> int:
     return int(value)
 
 
-def check_fault(fault: Fault, world_size: int, last_iteration: int, may_save_at: Callable[[int], bool]) -> None:
+def check_fault(fault: Fault | NumericFault, world_size: int, last_iteration: int, may_save_at: Callable[[int], bool]) -> None:
     """Raise `UsageError` if that fault cannot happen in such a run."""
+    if isinstance(fault, NumericFault):
+        check_numeric_fault(fault, world_size, last_iteration)
+        return
     if fault.rank >= world_size:
         raise UsageError(f"--fault {fault}: there is no rank {fault.rank} among {world_size}")
     if fault.kind in START_KINDS:
@@ -98,13 +109,37 @@ def check_fault(fault: Fault, world_size: int, last_iteration: int, may_save_at:
         raise UsageError(f"--fault {fault}: nothing is saved after iteration {fault.iteration}; see --save and --save-interval")
 
 
-class FaultPlan:
-    """The faults of one rank. `marker_dir` is where those that have struck are remembered for the job `job_key`."""
+class StrikeMarks:
+    """Which faults have struck in the job `job_key`, across attempts: durable marker files in `folder`."""
 
-    def __init__(self, faults: Sequence[Fault], rank: int, marker_dir: Path | None, job_key: str) -> None:
-        self._armed = [fault for fault in faults if fault.rank == rank]
-        self._marker_dir = marker_dir
+    def __init__(self, folder: Path | None, job_key: str) -> None:
+        self._folder = folder
         self._job_key = job_key
+
+    def first_time(self, fault: Fault | NumericFault) -> bool:
+        """Remember that this fault strikes now; False if it has struck before in this job."""
+        assert self._folder is not None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        digest = hashlib.sha256(f"{self._job_key}\0{fault}".encode()).hexdigest()[:24]
+        try:
+            fd = os.open(self._folder / f"{digest}.struck", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, f"{self._job_key} {fault}\n".encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_directory(self._folder)
+        return True
+
+
+class FaultPlan:
+    """The faults of one rank's process. `marker_dir` is where those that have struck are remembered for the job `job_key`."""
+
+    def __init__(self, faults: Sequence[Fault | NumericFault], rank: int, marker_dir: Path | None, job_key: str) -> None:
+        self._armed = [fault for fault in faults if isinstance(fault, Fault) and fault.rank == rank]
+        self._marks = StrikeMarks(marker_dir, job_key)
 
     def at_start(self) -> None:
         """Setup is nearly done; no step has run."""
@@ -125,26 +160,9 @@ class FaultPlan:
 
     def _strike(self, kinds: Sequence[str], iteration: int) -> None:
         for fault in self._armed:
-            if fault.kind in kinds and fault.iteration == iteration and (fault.repeat or self._mark(fault)):
+            if fault.kind in kinds and fault.iteration == iteration and (fault.repeat or self._marks.first_time(fault)):
                 print(f"rank {fault.rank}: injected fault: {fault}", file=sys.stderr, flush=True)
                 _perform(fault)
-
-    def _mark(self, fault: Fault) -> bool:
-        """Remember that this fault strikes now; False if it has struck before in this job."""
-        assert self._marker_dir is not None
-        self._marker_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        digest = hashlib.sha256(f"{self._job_key}\0{fault}".encode()).hexdigest()[:24]
-        try:
-            fd = os.open(self._marker_dir / f"{digest}.struck", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return False
-        try:
-            os.write(fd, f"{self._job_key} {fault}\n".encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        sync_directory(self._marker_dir)
-        return True
 
 
 def _perform(fault: Fault) -> None:

@@ -71,8 +71,17 @@ def upgrade() -> None:
         sa.Column("injected", sa.Boolean(), nullable=False),
         sa.Column("effect", sa.Text(), nullable=False),
         sa.Column("rule", sa.Text(), nullable=False),
+        sa.Column("share", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["job"], ["jobs.id"], name="fk_evidence_job", ondelete="SET NULL"),
         sa.PrimaryKeyConstraint("fingerprint", name="pk_evidence"),
+    )
+    counted = sa.text("effect = 'counted' AND weight > 0")
+    op.create_index(
+        "ix_evidence_counted",
+        "evidence",
+        ["last_us", "kind", "subject", "episode", "weight"],
+        sqlite_where=counted,
+        postgresql_where=counted,
     )
     op.create_index("ix_evidence_job", "evidence", ["job"])
     op.create_index("ix_evidence_kind_subject_last_us", "evidence", ["kind", "subject", "last_us"])
@@ -97,10 +106,14 @@ def upgrade() -> None:
         sa.Column("override_until_us", sa.BigInteger(), nullable=True),
         sa.Column("ticket", sa.Text(), nullable=False),
         sa.Column("held_by_test", sa.Boolean(), nullable=False),
+        sa.Column("settled_us", sa.BigInteger(), nullable=False),
+        sa.Column("may_drain", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("kind", "subject", name="pk_subjects"),
     )
+    op.create_index("ix_subjects_expires_us", "subjects", ["expires_us"])
+    op.create_index("ix_subjects_kind_state_subject", "subjects", ["kind", "state", "subject"])
+    op.create_index("ix_subjects_override_until_us", "subjects", ["override_until_us"])
     op.create_index("ix_subjects_serial", "subjects", ["serial"])
-    op.create_index("ix_subjects_state", "subjects", ["state"])
     op.create_table(
         "transitions",
         sa.Column("kind", sa.Text(), autoincrement=False, nullable=False),
@@ -134,7 +147,29 @@ def upgrade() -> None:
     )
     op.create_index("ix_seats_node", "seats", ["node"])
     op.create_index("ix_seats_serial", "seats", ["serial"])
+    op.create_table(
+        "resumes",
+        _job(),
+        sa.Column("attempt", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("iteration", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("path", sa.Text(), nullable=False),
+        sa.Column("at_us", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["job"], ["jobs.id"], name="fk_resumes_job", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("job", "attempt", "iteration", name="pk_resumes"),
+    )
+    op.create_index("ix_resumes_path", "resumes", ["path"])
     op.create_index("ix_placements_from_us", "placements", ["from_us"])
+    op.drop_index("ix_placements_device", "placements")
+    op.create_index("ix_placements_device_from_us", "placements", ["device", "from_us", "to_us"])
+    op.drop_index("ix_placements_node", "placements")
+    op.create_index("ix_placements_node_from_us", "placements", ["node", "from_us", "to_us"])
+    op.create_index("ix_attempts_stopped_us", "attempts", ["stopped_us", "started_us", "world_size", "outcome"])
+    op.create_index("ix_checkpoints_path", "checkpoints", ["path"])
+    op.create_index("ix_incidents_device_at_us", "incidents", ["device", "at_us"])
+    op.create_index("ix_incidents_node_at_us", "incidents", ["node", "at_us"])
+    op.create_index("ix_job_nodes_node_at_us", "job_nodes", ["node", "at_us"])
+    for column in ("driver", "model", "node", "serial", "vbios"):
+        op.create_index(f"ix_devices_{column}", "devices", [column])
 
 
 def downgrade() -> None:

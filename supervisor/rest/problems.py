@@ -9,12 +9,14 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from rsup.supervisor.case_views import BadCaseCursor, UnknownCase
 from rsup.supervisor.hardware_views import UnknownHardware
 from rsup.supervisor.job_selector import AmbiguousJob, UnknownJob
-from rsup.supervisor.wire import RsupError
+from rsup.supervisor.wire import RsupError, UsageError
 
 MEDIA_TYPE = "application/problem+json"
-STATUS_OF = {UnknownJob: 404, UnknownHardware: 404, AmbiguousJob: 409}
+STATUS_OF = {UnknownJob: 404, UnknownHardware: 404, UnknownCase: 404, AmbiguousJob: 409, BadCaseCursor: 422}
+WRONG_QUESTION = 422
 
 _SCHEMA = {
     "type": "object",
@@ -67,7 +69,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RsupError)
     def of_operation(request: Request, error: RsupError) -> JSONResponse:
-        return problem(request, STATUS_OF.get(type(error), 503), str(error))
+        usual = WRONG_QUESTION if isinstance(error, UsageError) else 503
+        return problem(request, STATUS_OF.get(type(error), usual), str(error))
 
     @app.exception_handler(SQLAlchemyError)
     def of_store(request: Request, error: SQLAlchemyError) -> JSONResponse:

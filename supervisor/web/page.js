@@ -215,6 +215,7 @@ function drawJob(status) {
   drawTimeline(status);
   drawRanks(status.ranks, job);
   drawIncidents(status.incidents, status.counts.incidents);
+  drawCases(status.cases, status.counts.cases);
   drawSections(status.sections);
 }
 
@@ -349,6 +350,28 @@ function stacksOf(incident) {
     }
   });
   return details;
+}
+
+function drawCases(cases, count) {
+  byId("cases-part").hidden = cases.length === 0;
+  byId("cases-note").textContent = count > cases.length ? `the newest ${cases.length} of ${count}` : "";
+  byId("cases").replaceChildren(...[...cases].reverse().map((one) => {
+    const open = one.waits_for_resume ? "open, for --resume" : "open";
+    const verdict = one.verdict ? `${one.verdict}${one.data_dependent ? " (data-dependent)" : ""}` : open;
+    const named = one.verdict === "application" ? "" : one.accused.map(shortDevice).join(", ");
+    const accused = named && one.suspect_of > 1 ? `1 of ${one.suspect_of}: ${named}` : named;
+    return element("tr", { cls: one.verdict === "persistent" ? "bad" : one.verdict ? "" : "warn", title: findingsOf(one) }, [
+      cell(dated(one.opened)), cell(one.iteration, "n"), cell(`${verdict}${one.injected ? " [injected]" : ""}`), cell(accused),
+      cell(one.action), cell(duration(one.took_s), "n"), cell(one.reason),
+    ]);
+  }));
+}
+
+function findingsOf(one) {
+  return one.findings.slice(0, 8).map((found) => {
+    const there = found.elsewhere ? `, ${found.elsewhere} on ${found.elsewhere_device}` : "";
+    return `rank ${found.rank} on ${found.device}, ${found.check}: ${found.initial}, ${found.in_place || "–"} in place${there}`;
+  }).join("\n");
 }
 
 function drawSections(sections) {

@@ -105,6 +105,7 @@ EXAMPLES: list[ev.Event] = [
     ev.RankMessage(1, 0, wire.RankSetsLimits(wire.LimitsChange(sections={"step": 3.0}))),
     ev.RankMessage(1, 0, wire.RankControls("shutdown", "enough")),
     ev.Noticed("info", "a line"),
+    ev.HealthRead((wire.HealthReading("GPU-1", "xid", "79"),), "boot"),
     ev.SurvivorsNamed(1, ("11 (python, D)",)),
     ev.Tick(),
 ]

@@ -5,6 +5,7 @@ import pytest
 from rsup.launcher.device_placement import place
 from rsup.launcher.visible_devices import VisibleList
 from rsup.supervisor import wire
+from rsup.supervisor.other_devices import has_seats, ranks_of
 from rsup.supervisor.rerun_elsewhere import MAX_RERUNS
 from rsup.supervisor.states import Phase
 from rsup.supervisor.wire import Device
@@ -210,11 +211,9 @@ def test_another_failure_between_is_charged_and_the_device_stays_avoided() -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_the_supervisor_finds_possible_the_agent_can_do(ranks: int, flags: list[tuple[int, int]]) -> None:
     """Both sides decide on their own whether a node has a device for its flagged ranks."""
-    from rsup.supervisor.rerun_elsewhere import _has_seats
-
     stand_ins = [Device(f"g{i}", model="CPU") for i in range(ranks)]
     avoid = [wire.AvoidedDevice(f"g{d}", "NaN", rank=r, ordinal=d) for r, d in flags if r < ranks and d < ranks]
     agent = nodes(" ".join(device.uuid for device in stand_ins)).state.agents["a"]
     placed = place(VisibleList(), stand_ins, ranks, avoid)
     satisfied = all(placed.devices[a.rank].uuid != a.device for a in avoid if a.rank is not None)
-    assert _has_seats(agent, avoid) == satisfied
+    assert has_seats(agent.devices, ranks_of(agent), avoid) == satisfied

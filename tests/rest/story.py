@@ -3,6 +3,7 @@
 from rsup.supervisor.records import (
     AttemptSaved,
     BeatsSaved,
+    CaseSaved,
     CheckpointSaved,
     DeviceSeen,
     EventLogged,
@@ -114,6 +115,30 @@ def story_of_running() -> list[Record]:
     ]
 
 
+def story_of_cases() -> list[Record]:
+    """A case of t1's that accuses GPU-b and was moved to GPU-a, and one of bob's that is open."""
+    finding: dict[str, object] = {
+        **{"rank": 1, "device": "GPU-b", "check": "loss: NaN", "fatal": True, "initial": "nan", "in_place": "nan"},
+        **{"elsewhere": "2.5", "elsewhere_rank": 1, "elsewhere_device": "GPU-a", "tolerance": 0.001, "node": "n1"},
+    }
+    place: dict[str, object] = {"at_us": at(26), "attempt": 2, "rank": 1, "from": "GPU-b", "to": "GPU-a", "how": "spare"}
+    closed = CaseSaved(
+        *(T1, "t1.2-a1-i25", 1, 25, at(25), True, [finding], at(29), "persistent"),
+        reason=f"another value came out on GPU-a {EVIL}{ESCAPE}",
+        action="elsewhere",
+        accused=["GPU-b"],
+        tried={"1": ["GPU-b"]},
+        checkpoint="/ckpt/24",
+        data_position={"consumed_samples": 96},
+        placements=[place],
+    )
+    return [closed, CaseSaved(RUNNING, "evil-a1-i5", 1, 5, at(8), True, [finding], accused=["CPU-x-1"])]
+
+
 def whole_story() -> list[Record]:
     """All jobs, oldest first."""
+    return [*_jobs(), *story_of_cases()]
+
+
+def _jobs() -> list[Record]:
     return [saved(OLD_T1, "ended"), *story_of_t1(), saved(ANNS, "ended"), saved(BOBS, "ended"), *story_of_running()]

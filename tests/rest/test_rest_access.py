@@ -34,10 +34,22 @@ ROLES: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("POST", f"{EVIL_PATH}/fence"): (401, 403, 403, 422),
     ("POST", "/api/v1/jobs/t1/stop"): (401, 403, 409, 409),
     ("POST", "/api/v1/jobs/t1/checkpoint"): (401, 403, 409, 409),
+    ("GET", "/api/v1/cases"): (401, 200, 200, 200),
+    ("GET", "/api/v1/cases/t1.2-a1-i25"): (401, 200, 200, 200),
     ("GET", "/api/v1/nodes"): (401, 200, 200, 200),
     ("GET", "/api/v1/nodes/n1"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices/GPU-a"): (401, 200, 200, 200),
+    ("GET", "/api/v1/devices/GPU-a/timeline"): (401, 200, 200, 200),
+    ("GET", "/api/v1/devices/GPU-a/touched"): (401, 200, 200, 200),
+    ("GET", "/api/v1/devices/GPU-a/export"): (401, 200, 200, 200),
+    ("GET", "/api/v1/nodes/n1/timeline"): (401, 200, 200, 200),
+    ("GET", "/api/v1/history/common"): (401, 422, 422, 422),
+    ("GET", "/api/v1/history/offenders"): (401, 200, 200, 200),
+    ("GET", "/api/v1/history/clusters"): (401, 422, 422, 422),
+    ("GET", "/api/v1/history/expiring"): (401, 200, 200, 200),
+    ("GET", "/api/v1/history/stats"): (401, 200, 200, 200),
+    ("POST", "/api/v1/history/replay"): (401, 403, 403, 422),
 }
 
 
@@ -57,6 +69,7 @@ def test_the_table_names_every_route(served: Served) -> None:
     generic = {
         (method, path.replace(EVIL_PATH, "/api/v1/jobs/{job}").replace("/jobs/t1", "/jobs/{job}")) for method, path in ROLES
     }
+    generic = {(m, p.replace("/cases/t1.2-a1-i25", "/cases/{case_id}")) for m, p in generic}
     generic = {(m, p.replace("/nodes/n1", "/nodes/{name}").replace("/devices/GPU-a", "/devices/{uuid}")) for m, p in generic}
     assert told == {(m, p) for m, p in generic if p not in ("/", "/docs", "/openapi.json", "/static/page.js")}
 

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rsup.supervisor import wire
-from rsup.supervisor.records import CheckpointSaved, EventLogged, JobKey, JobSaved, Record
-from rsup.supervisor.states import decode
+from rsup.supervisor.case_followup import MAX_RERUNS, MAX_RESTARTS, MAX_RETURNS
+from rsup.supervisor.case_machine import MAX_OPEN
+from rsup.supervisor.records import CaseSaved, CheckpointSaved, EventLogged, EvidenceSaved, JobKey, JobSaved, Record
+from rsup.supervisor.states import JobState, decode
 
 if TYPE_CHECKING:
     from tests.simulation.sim_agent import SimAgent
@@ -23,9 +25,13 @@ class Watcher:
         self.saved: dict[JobKey, JobSaved] = {}
         self.checkpoints: Counter[tuple[JobKey, int, int]] = Counter()
         self.acked: dict[str, int] = {}
+        self.cases: dict[str, CaseSaved] = {}
+        self.evidence: dict[str, EvidenceSaved] = {}
+        self.restarts: dict[JobKey, int] = {}
 
     def committed(self, records: list[Record]) -> None:
         """A transaction is on disk."""
+        moved = any(isinstance(one, EventLogged) and one.kind in ("CaseMoved", "CaseRestart") for one in records)
         for record in records:
             if isinstance(record, EventLogged):
                 story = self.events.setdefault(record.job, [])
@@ -34,10 +40,29 @@ class Watcher:
                 story.append(record)
             elif isinstance(record, CheckpointSaved):
                 self.checkpoints[record.job, record.attempt, record.iteration] += 1
+            elif isinstance(record, CaseSaved):
+                before = self.cases.get(record.case_id)
+                assert before is None or before.verdict in ("", record.verdict), f"{before} became {record}"
+                self.cases[record.case_id] = record
+            elif isinstance(record, EvidenceSaved):
+                self.evidence[record.fingerprint] = record
             elif isinstance(record, JobSaved):
-                self._saved(record)
+                self._saved(record, moved)
 
-    def _saved(self, record: JobSaved) -> None:
+    def answered(self, agent: SimAgent, answer: wire.CaseStored) -> None:
+        """A rank hears that its report is kept: it is on disk, in the store or in its agent's spool."""
+        stored = self.cases.get(answer.case_id)
+        spooled = (fact for _, fact in agent.spool.pending() if isinstance(fact, wire.CaseReported))
+        assert (stored is not None and (stored.verdict or not answer.verdict)) or any(
+            (fact.report.case_id, fact.report.verdict) == (answer.case_id, answer.verdict) for fact in spooled
+        ), f"{agent.agent_id} called {answer} stored: {stored}"
+
+    def _cases_are_bounded(self, state: JobState) -> None:
+        assert len(state.cases) <= MAX_OPEN and state.case_restarts <= MAX_RESTARTS
+        for case in state.cases:
+            assert case.num_reruns <= MAX_RERUNS + state.budget.restarts and case.num_returns <= MAX_RETURNS, case
+
+    def _saved(self, record: JobSaved, moved: bool) -> None:
         before = self.saved.get(record.job)
         if before is not None:
             assert record.epoch >= before.epoch, "an epoch fell"
@@ -53,6 +78,10 @@ class Watcher:
                 range(agent.last_command - len(agent.outbox) + 1, agent.last_command + 1)
             ), "a hole in an outbox"
             self.acked[agent_id] = agent.acked_fact
+        self._cases_are_bounded(state)
+        if moved:
+            assert state.budget.restarts == self.restarts.get(record.job, 0), "a case has cost a restart"
+        self.restarts[record.job] = state.budget.restarts
         policy = state.spec.policy
         if policy.mode == "count":
             assert state.budget.restarts <= policy.max_restarts, "more restarts than --max-restarts"
@@ -83,7 +112,34 @@ class Watcher:
         for agent in self.world.agents.values():
             self._check_facts(agent)
             assert len(agent.starts) == len(set(agent.starts)), f"{agent.agent_id} started an attempt twice: {agent.starts}"
+        self._check_cases()
         self._check_results()
+
+    def _check_cases(self) -> None:
+        told = Counter(e.data["case_id"] for story in self.events.values() for e in story if e.kind == "CaseVerdict")
+        for case_id, case in self.cases.items():
+            assert told[case_id] == bool(case.verdict), f"{case_id} {case.verdict!r} was told {told[case_id]} times"
+            exit_code = self.saved[case.job].exit_code
+            assert case.verdict or (exit_code and case.action == "elsewhere"), f"{case_id} is open for ever: {case}"
+        for agent in self.world.agents.values():
+            for fact in agent.facts[: self.acked.get(agent.agent_id, 0)]:
+                if isinstance(fact, wire.CaseReported) and fact.report.verdict:
+                    assert self.cases[fact.report.case_id].verdict, f"the verdict of {fact.report.case_id} was lost"
+        self._check_evidence()
+
+    def _check_evidence(self) -> None:
+        """A device has as much evidence against it as there are cases that accuse it, whatever was sent twice."""
+        closed = [case for case in self.cases.values() if case.verdict not in ("", "application", "undecided")]
+        accused = Counter(
+            device
+            for case in closed
+            for device in case.accused or {str(one["device"]) for one in case.findings if case.verdict == "transient"}
+        )
+        found: Counter[str] = Counter()
+        for one in self.evidence.values():
+            if one.source == "verdict" and one.kind == "device":
+                found[one.subject] += one.count
+        assert found == accused, f"evidence {found}, accusations {accused}"
 
     def _check_facts(self, agent: SimAgent) -> None:
         story = [event for events in self.events.values() for event in events if event.node == agent.info.node]

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rsup.launcher import process_events as ev
+from rsup.launcher.case_relay import CaseRelay
+from rsup.launcher.device_placement import place
 from rsup.launcher.process_ending import HAS_PROCESSES
 from rsup.launcher.process_machine import decide, new_state
 from rsup.launcher.process_state import Settings
 from rsup.launcher.spool import Spool
+from rsup.launcher.visible_devices import VisibleList
 from rsup.supervisor import wire
 from tests.simulation.sim_training import SimRank, Training
 
@@ -24,6 +27,14 @@ SILENCE_S = 3.0
 RESEND_S = 2.0
 
 
+class FileSpool(Spool):
+    """A spool whose file is simulated too: it outlives the agent as the object does."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        return True
+
+
 class SimAgent:
     """One agent and, after its death, its keeper (`gone`)."""
 
@@ -31,7 +42,8 @@ class SimAgent:
         self.world, self.info, self.spec = world, info, spec
         settings = Settings(spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, info.node)
         self.state = new_state(settings, self.moment())
-        self.spool = Spool(None)
+        self.spool = FileSpool(None)
+        self.cases = CaseRelay(self._answer_rank, self.spool, lambda: world.now_s)
         self.alive = True
         self.gone = False
         self.result: wire.JobResult | None = None
@@ -87,7 +99,7 @@ class SimAgent:
     def _perform(self, action: ev.Action) -> None:
         match action:
             case ev.AddFact():
-                self.spool.append(action.fact)
+                self.cases.told(self.spool.append(action.fact), action.fact)
                 self.facts.append(action.fact)
             case ev.BindStore():
                 if self.world.random.random() < self.world.chaos.start_failure:
@@ -121,13 +133,13 @@ class SimAgent:
         self.starts.append(command.attempt)
         assert not any(rank.alive for rank in self.ranks)
         pids = tuple(self.world.next_pid() for _ in range(command.num_ranks))
-        self.ranks = [SimRank(self, command.first_rank + i, pid) for i, pid in enumerate(pids)]
+        placed = place(VisibleList(), self.info.devices, command.num_ranks, command.avoid, command.first_rank)
+        devices = [device.uuid for device in placed.devices]
+        self.ranks = [SimRank(self, command.first_rank + i, pid, devices[i]) for i, pid in enumerate(pids)]
         self.feed(ev.RanksSpawned(command.attempt, pids))
         training = self.world.training_of(command.job_id, command.run)
         for i, rank in enumerate(self.ranks):
-            hello = wire.RankHello(
-                rank.rank, command.attempt, rank.pid, f"GPU-{self.info.node}-{i}", training.plan.takes_requests
-            )
+            hello = wire.RankHello(rank.rank, command.attempt, rank.pid, rank.device, training.plan.takes_requests)
             self.feed(ev.RankMessage(command.attempt, i, hello))
         training.add(command.attempt, command.world_size, self.ranks)
 
@@ -145,6 +157,11 @@ class SimAgent:
         for local_rank in action.local_ranks:
             done = wire.RankRequestDone(action.request_id, training.iteration)
             self._later(0.2, ev.RankMessage(self.state.attempt, local_rank, done))
+
+    def _answer_rank(self, rank: int, attempt: int, answer: wire.CaseStored) -> None:
+        self.world.watcher.answered(self, answer)
+        if self.alive and self.state.start is not None and any(one.rank == rank and one.alive for one in self.ranks):
+            self.training.cases.stored(attempt, answer)
 
     def _exit(self, code: int) -> None:
         self.exit_code = code
@@ -231,6 +248,7 @@ class SimAgent:
             self.welcomed = False
         if not self.gone:
             self.feed(ev.Tick())
+            self.cases.answer()
             if self.world.random.random() < 0.02 and not self.finished:
                 self.num_notes += 1
                 self.feed(ev.Noticed("info", f"note {self.num_notes} of {self.agent_id}"))
@@ -292,3 +310,4 @@ class SimAgent:
                 self.feed(ev.OrderArrived(message))
                 if message.commands and not self.finished:
                     self.world.to_supervisor(self, self._report())
+        self.cases.answer()

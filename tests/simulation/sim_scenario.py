@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from random import Random
+
 from rsup.launcher import process_events as ev
 from rsup.supervisor.store import Store
 from rsup.supervisor.wire import JobSpec, Limits, RestartPolicy
+from tests.simulation.sim_cases import KINDS, CaseFault
 from tests.simulation.sim_training import Fault, Plan
 from tests.simulation.sim_world import Chaos, World
 
@@ -15,8 +19,6 @@ class Scenario:
     """One job of 1-4 agents under a seed's chaos."""
 
     def __init__(self, seed: int, store: Store) -> None:
-        import random
-
         self.random = rng = random.Random(seed * 7919 + 1)
         self.num_nodes = rng.choice([1, 1, 2, 2, 3, 4])
         self.num_spares = rng.choice([0, 0, 0, 1]) if self.num_nodes > 1 else 0
@@ -26,6 +28,7 @@ class Scenario:
         self.world = World(seed, store, chaos)
         self.world.plans["job"] = self.plan = self._plan()
         self.spec = self._spec()
+        self.num_spare_devices = self._plan_cases(random.Random(seed * 31 + 5))
         names = [f"a{i}" for i in range(self.num_nodes + self.num_spares)]
         rng.shuffle(names)
         for name in names:
@@ -35,7 +38,7 @@ class Scenario:
             self._plan_disasters(names)
 
     def _join(self, name: str, hint: int) -> None:
-        self.world.add_agent(name, self.spec, self.ranks_per_node, hint)
+        self.world.add_agent(name, self.spec, self.ranks_per_node, hint, self.num_spare_devices)
 
     def _chaos(self) -> Chaos:
         rng = self.random
@@ -62,6 +65,15 @@ class Scenario:
                 fault = Fault(rng.randrange(num_ranks), rng.randint(1, 40), kind, code, repeat=rng.random() < 0.15)
                 plan.faults.append(fault)
         return plan
+
+    def _plan_cases(self, rng: Random) -> int:
+        """Rejected results; return how many spare devices each node has."""
+        num_ranks = self.num_nodes * self.ranks_per_node
+        for _ in range(0 if self.quiet else rng.choice([0, 0, 0, 1, 1, 2])):
+            rank = rng.randrange(num_ranks)
+            device = f"GPU-node-a{rank // self.ranks_per_node}-{rank % self.ranks_per_node}"
+            self.plan.cases.append(CaseFault(rng.choice(KINDS), rank, rng.randint(1, self.plan.num_iterations), device))
+        return rng.choice([0, 0, 1, 2])
 
     def _spec(self) -> JobSpec:
         rng = self.random

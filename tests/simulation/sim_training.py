@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.simulation.sim_cases import CaseFault, CaseScript
+
 if TYPE_CHECKING:
     from tests.simulation.sim_agent import SimAgent
 
@@ -34,6 +36,7 @@ class Plan:
     num_iterations: int
     save_interval: int
     faults: list[Fault] = field(default_factory=list)
+    cases: list[CaseFault] = field(default_factory=list)
     takes_requests: bool = True
     shows_iterations: bool = True
 
@@ -45,6 +48,7 @@ class SimRank:
     agent: SimAgent
     rank: int
     pid: int
+    device: str = ""
     alive: bool = True
     hung: bool = False
 
@@ -61,6 +65,7 @@ class Training:
         self.ranks: dict[int, SimRank] = {}
         self.leave_asked = False
         self.stepping = False
+        self.cases = CaseScript(self)
 
     def add(self, attempt: int, world_size: int, new: list[SimRank]) -> None:
         """Ranks of an attempt have been spawned; the first ones of a new attempt begin it."""
@@ -68,6 +73,7 @@ class Training:
             self.attempt, self.iteration, self.world_size = attempt, self.checkpoint, world_size
             self.ranks = {}
             self.leave_asked = False
+            self.cases.begin()
         if attempt < self.attempt:
             return
         for rank in new:
@@ -88,10 +94,20 @@ class Training:
                 fault.struck = True
                 self._strike(fault)
                 return
+        if not self.cases.strikes():
+            self.finish_step(attempt)
+
+    def save(self, iteration: int) -> None:
+        """Write a checkpoint of that many completed iterations, unless it is the newest one already."""
+        if iteration > self.checkpoint:
+            self.checkpoint = iteration
+            self.ranks[0].agent.commit_checkpoint(self.attempt, 0, iteration)
+
+    def finish_step(self, attempt: int) -> None:
+        """The iteration's results are good: save where that is due, and go on."""
         writer = self.ranks[0].agent
         if self.iteration % self.plan.save_interval == 0 or self.leave_asked:
-            self.checkpoint = self.iteration
-            writer.commit_checkpoint(attempt, 0, self.iteration)
+            self.save(self.iteration)
         if self.iteration >= self.plan.num_iterations or self.leave_asked:
             for rank in list(self.ranks.values()):
                 rank.agent.die(rank, 0, after_s=0.01 * (1 + rank.rank))

@@ -54,6 +54,9 @@ class FragileStore:
     def last_run(self, cluster: str, owner: str, job_id: str) -> object:
         return self.inner.last_run(cluster, owner, job_id)
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)  # what only reads
+
     def probe(self) -> None:
         if self.world.now_s < min(self.world.chaos.until_s, self.full_until_s):
             raise StoreError("no space left on the disk")
@@ -244,8 +247,13 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------------ agents
 
-    def add_agent(self, name: str, spec: wire.JobSpec, num_ranks: int, node_rank: int = -1) -> SimAgent:
-        info = wire.AgentInfo(name, f"node-{name}", f"host-{name}", self.next_pid(), "boot", node_rank, num_ranks)
+    def add_agent(
+        self, name: str, spec: wire.JobSpec, num_ranks: int, node_rank: int = -1, num_spare_devices: int = 0
+    ) -> SimAgent:
+        devices = [wire.Device(f"GPU-node-{name}-{i}", "H200") for i in range(num_ranks + num_spare_devices)]
+        info = wire.AgentInfo(
+            name, f"node-{name}", f"host-{name}", self.next_pid(), "boot", node_rank, num_ranks, devices=devices
+        )
         self.agents[name] = agent = SimAgent(self, info, spec)
         return agent
 

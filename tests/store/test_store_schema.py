@@ -104,7 +104,10 @@ def shape(engine: Engine) -> dict[str, object]:
         name: (
             [(c["name"], str(c["type"]), c["nullable"]) for c in found.get_columns(name)],
             found.get_pk_constraint(name)["constrained_columns"],
-            sorted(str(index) for index in found.get_indexes(name)),
+            sorted(
+                str({**index, "dialect_options": {option: str(value) for option, value in index["dialect_options"].items()}})
+                for index in found.get_indexes(name)
+            ),
             sorted(str(unique["column_names"]) for unique in found.get_unique_constraints(name)),
             sorted(str(key) for key in found.get_foreign_keys(name)),
         )

@@ -1,0 +1,104 @@
+"""The devices of a node as a JSON file lists them: for hosts without NVML, for what NVML does not tell, and for tests.
+
+The file is a list of records, or an object with a list called `devices`. Of a record only `uuid` is required; a record with a
+`node` counts on that node alone. `health` is what NVML would say of the device (`device_health`); it is read again whenever the
+file changes, all else once, when the launch starts.
+"""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rsup.supervisor.wire import Device, UsageError
+
+FLAG = "--device-inventory"
+MAX_FILE_BYTES = 16 << 20
+MAX_NAME_CHARS = 200
+
+
+class ListedHealth(Struct, frozen=True):
+    """What a file says of a device's health, in NVML's terms. Counts are totals since the boot."""
+
+    xid: list[int] = []
+    """Xid events, oldest first; one that comes twice counts twice."""
+    recovery_action: str = "none"
+    """`none`, `reset`, `reboot`, `drain-p2p` or `drain-and-reset`."""
+    ecc_uncorrected: int = 0
+    remapped_rows: int = 0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    throttle: list[str] = []
+    """Of `hw-thermal` and `hw-power-brake`: braked for minutes, under load."""
+    link_errors: int = 0
+    unreadable: list[str] = []
+    """Queries that fail or hang."""
+
+
+class ListedDevice(Struct, frozen=True):
+    """A record of the file."""
+
+    uuid: str
+    serial: str = ""
+    model: str = ""
+    board: str = ""
+    pci_bus_id: str = ""
+    vbios: str = ""
+    driver: str = ""
+    node: str = ""
+    health: ListedHealth | None = None
+
+    @property
+    def device(self) -> Device:
+        return Device(self.uuid, self.model, self.serial, self.board, self.pci_bus_id, self.vbios, self.driver)
+
+
+class _Listing(Struct, frozen=True):
+    devices: list[ListedDevice]
+
+
+def read_inventory_file(path: Path, node: str) -> tuple[ListedDevice, ...]:
+    """The records of `path` that count on `node`, in the file's order. Raise `UsageError` for a file that cannot be used."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}; check its path and permissions") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise _refused(path, f"is longer than {MAX_FILE_BYTES >> 20} MiB; is that the right file?")
+    records = _decode(path, data)
+    seen: set[str] = set()
+    for place, record in enumerate(records):
+        for name in ("uuid", "serial", "model", "board", "pci_bus_id", "vbios", "driver", "node"):
+            _check_text(path, place, name, getattr(record, name))
+        if not record.uuid.strip():
+            raise _refused(path, f"record {place} has an empty uuid; each device needs its own")
+        if record.uuid in seen:
+            raise _refused(path, f"{record.uuid} comes twice; each device is listed once")
+        seen.add(record.uuid)
+    return tuple(record for record in records if record.node in ("", node))
+
+
+def _decode(path: Path, data: bytes) -> list[ListedDevice]:
+    is_object = data.lstrip()[:1] == b"{"
+    try:
+        if is_object:
+            return msgspec.json.decode(data, type=_Listing).devices
+        return msgspec.json.decode(data, type=list[ListedDevice])
+    except msgspec.ValidationError as error:
+        raise _refused(path, f'{error}; write [{{"uuid": "GPU-...", "serial": "..."}}, ...]') from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _refused(path, f"is no JSON: {error}") from None
+
+
+def _check_text(path: Path, place: int, name: str, text: str) -> None:
+    if len(text) > MAX_NAME_CHARS or not (text.isprintable() and _is_utf8(text)):
+        raise _refused(path, f"record {place}: {name} must be at most {MAX_NAME_CHARS} printable characters")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _refused(path: Path, why: str) -> UsageError:
+    return UsageError(f"{FLAG} {path}: {why}")

@@ -1,0 +1,85 @@
+"""`rsup cases list` and `rsup cases show`: rerun cases, with or without a running supervisor."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from rsup.supervisor.job_name import JobName
+from rsup.supervisor.query_cli import count, print_json, sources_of
+from rsup.supervisor.query_source import QueryError, Sources
+from rsup.supervisor.render import paint_for, terminal_width
+from rsup.supervisor.wire import VERDICTS, RsupError, UsageError
+
+Json = dict[str, Any]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `rsup cases` with these arguments. Raise `RsupError`, in one line, for what keeps it from answering."""
+    arguments = _parser().parse_args(list(argv))
+    found = _list(arguments) if arguments.verb == "list" else _show(arguments)
+    if arguments.json:
+        print_json(found)
+    else:
+        print(_text(arguments.verb, found))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rsup cases",
+        description="Rerun cases: iterations with a rejected result, what replays made of them, and the verdict.",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list|show", parser_class=_Parser)
+    listing = verbs.add_parser("list", help="list cases, newest first", allow_abbrev=False)
+    listing.add_argument("job", metavar="JOB", nargs="?", help="ID, ID.RUN or OWNER/ID (default: cases of all jobs)")
+    listing.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20)")
+    listing.add_argument("--verdict", choices=("open", *VERDICTS), default="", help="only those with this verdict")
+    showing = verbs.add_parser("show", help="show what was compared, where, the verdict, and what followed", allow_abbrev=False)
+    showing.add_argument("case", metavar="CASE|JOB", help="a case's id, or a job of which all cases are shown")
+    for sub in (listing, showing):
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.add_argument("--state-dir", default=None, metavar="DIR", help="where the store is [RSUP_STATE_DIR]")
+        sub.add_argument("--supervisor", default="", metavar="URL", help="ask this supervisor [RSUP_SUPERVISOR_URL]")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> list[Json]:
+    job = JobName("", "", arguments.job) if arguments.job else None
+    return sources_of(arguments).read(lambda source: source.cases(job, arguments.limit, arguments.verdict))
+
+
+def _show(arguments: argparse.Namespace) -> list[Json]:
+    sources = sources_of(arguments)
+    try:
+        return sources.read(lambda source: source.case(arguments.case))
+    except QueryError as no_case:
+        found = _of_job(sources, arguments.case)
+        if found is None:
+            raise no_case from None
+        return found
+
+
+def _of_job(sources: Sources, name: str) -> list[Json] | None:
+    """The cases of a job of that name, oldest first; None where there is no such job."""
+    try:
+        found = sources.read(lambda source: source.cases(JobName("", "", name), 1000, ""))
+    except RsupError:
+        return None
+    return found[::-1]
+
+
+def _text(verb: str, found: Sequence[Json]) -> str:
+    from rsup.supervisor.case_text import case_text, cases_text
+
+    width, paint = terminal_width(sys.stdout), paint_for(sys.stdout)
+    if verb == "list" or not found:
+        return cases_text(found, width, paint)
+    return "\n\n".join(case_text(one, width, paint) for one in found)

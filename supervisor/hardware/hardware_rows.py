@@ -1,0 +1,89 @@
+"""Reads of the hardware's history that the supervisor's loop needs, from any database."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Table, and_, or_, select
+
+from rsup.supervisor import tables
+from rsup.supervisor.records import EvidenceSaved, JobKey, SeatSaved, SubjectSaved, TransitionSaved
+
+MAX_ROWS = 512
+"""Pieces of evidence of one subject that are read, the newest."""
+
+_subjects, _evidence, _seats, _transitions = (
+    tables.subjects.c,
+    tables.evidence.c,
+    tables.seats.c,
+    tables.transitions.c,
+)
+
+
+def open_subjects(connection: Connection) -> list[SubjectSaved]:
+    """Every subject that is not clear, or has an override."""
+    query = select(tables.subjects).where(or_(_subjects.state != "clear", _subjects.override != ""))
+    return [_subject(row) for row in connection.execute(query).mappings()]
+
+
+def subjects_named(connection: Connection, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
+    """Subjects of these names or serials, clear ones too."""
+    known = [serial for serial in serials if serial]
+    wanted = or_(_subjects.subject.in_(names), and_(_subjects.serial.in_(known), _subjects.serial != ""))
+    query = select(tables.subjects).where(_subjects.kind == kind, wanted)
+    return [_subject(row) for row in connection.execute(query).mappings()]
+
+
+def evidence_about(connection: Connection, kind: str, subject: str) -> list[EvidenceSaved]:
+    """The newest evidence about one subject."""
+    query = _with_job(tables.evidence).where(_evidence.kind == kind, _evidence.subject == subject)
+    rows = connection.execute(query.order_by(_evidence.last_us.desc()).limit(MAX_ROWS)).mappings()
+    return [evidence_of(row) for row in rows]
+
+
+def last_transition(connection: Connection, kind: str, subject: str) -> TransitionSaved | None:
+    """The newest change of a subject."""
+    query = _with_job(tables.transitions).where(_transitions.kind == kind, _transitions.subject == subject)
+    row = connection.execute(query.order_by(_transitions.version.desc()).limit(1)).mappings().first()
+    return None if row is None else transition_of(row)
+
+
+def open_seats(connection: Connection, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+    """Stays that are not over, of these boards and on that node."""
+    known = [serial for serial in serials if serial]
+    wanted = or_(_seats.uuid.in_(uuids), _seats.serial.in_(known), _seats.node == node)
+    query = select(tables.seats).where(_seats.to_us.is_(None), wanted).order_by(_seats.uuid, _seats.from_us)
+    return [SeatSaved(**row) for row in connection.execute(query).mappings()]
+
+
+def evidence_of(row: RowMapping) -> EvidenceSaved:
+    """From a row of `_with_job(evidence)`."""
+    return EvidenceSaved(**_of_job(row))
+
+
+def transition_of(row: RowMapping) -> TransitionSaved:
+    """From a row of `_with_job(transitions)`."""
+    return TransitionSaved(**_of_job(row))
+
+
+def _subject(row: RowMapping) -> SubjectSaved:
+    return SubjectSaved(**row)
+
+
+_JOB = ("cluster", "owner", "job_id", "run")
+
+
+def _with_job(table: Table) -> Any:
+    """All columns of `table`, and the key of the job that it names."""
+    jobs = tables.jobs.c
+    columns = [jobs[name].label(f"job_{name}") for name in _JOB]
+    return select(table, *columns).select_from(table.outerjoin(tables.jobs, jobs.id == table.c.job))
+
+
+with_job = _with_job
+
+
+def _of_job(row: RowMapping) -> dict[str, Any]:
+    values = dict(row)
+    parts = [values.pop(f"job_{name}") for name in _JOB]
+    values["job"] = None if parts[0] is None else JobKey(*parts)
+    return values

@@ -1,0 +1,189 @@
+"""What the evidence about one device or node adds up to at a moment. Pure, and the same in whatever order it came.
+
+Only independent episodes count: pieces of evidence of one boot, or of one job, are one episode however many they are (of one
+burst the rest is a `count`). Two ways lead to a state: the rule of a single piece of evidence (its first time, or that enough
+independent episodes of that rule lie within its window), and the score, the sum of the heaviest weight of each episode, where
+soft sources fade by half-life. Whatever leads to suspicion at most holds for a time only; what leads further holds until it is
+settled.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec import Struct
+
+from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
+from rsup.supervisor.hardware.states import Standing, one_line, rank
+from rsup.supervisor.records import EvidenceSaved
+
+MAX_WEIGHED = 256
+"""Pieces of evidence of one subject that are weighed, the newest."""
+_MAYBE_THE_PROGRAM = ("hang", "rank-lost")
+"""Sources that a faulty program feeds as well: runs of one job id count as one episode."""
+
+
+class Assessment(Struct, frozen=True):
+    """What it adds up to. `until_us`: when that changes by itself, None: never."""
+
+    standing: Standing
+    score: float
+    until_us: int | None = None
+    rule: str = ""
+    reason: str = ""
+    row: EvidenceSaved | None = None
+    """The piece of evidence that tips it."""
+    may_drain: str = ""
+
+
+class _Ground(Struct, frozen=True):
+    """A reason to be in a state for a time."""
+
+    reaction: str
+    until_us: int | None
+    row: EvidenceSaved
+    rule: Rule
+    reason: str
+
+    @property
+    def order(self) -> tuple[int, int, str, str]:
+        return rank(self.reaction), self.row.last_us, self.row.fingerprint, self.reason
+
+
+class Weighed:
+    """The counted evidence of one subject under a policy, ready for questions. `generation`: of the device, empty: unknown."""
+
+    def __init__(self, policy: Policy, kind: str, rows: Iterable[EvidenceSaved], generation: str = "") -> None:
+        counted = sorted((row for row in rows if row.effect == "counted"), key=lambda row: (row.last_us, row.fingerprint))
+        self.rows = counted[-MAX_WEIGHED:]
+        self._policy, self._kind = policy, kind
+        self._rules = {row.fingerprint: policy.rule(kind, row.source, row.code, generation) for row in self.rows}
+        self._episode = _episodes(self.rows)
+        self._passed_us = max((row.last_us for row in self.rows if (row.source, row.code) == ("test", "passed")), default=0)
+
+    def rule(self, row: EvidenceSaved) -> Rule:
+        return self._rules[row.fingerprint]
+
+    def assess(self, settled_us: int, now_us: int) -> Assessment:
+        """The state that the evidence after `settled_us` leads to, at most `in_repair`."""
+        grounds = [g for row in self.rows if row.last_us > settled_us for g in self._grounds(row, settled_us)]
+        holding = [g for g in grounds if g.until_us is None or g.until_us > now_us]
+        score = self.score(settled_us, now_us)
+        top = max(holding, key=lambda g: g.order, default=None)
+        if top is None:
+            return Assessment(Standing.CLEAR, score)
+        level = [g for g in holding if rank(g.reaction) == rank(top.reaction)]
+        untils = [g.until_us for g in level]
+        until_us = None if None in untils else max(until for until in untils if until is not None)
+        drain = self._may_drain(settled_us, level)
+        label = self._policy.label(top.rule)
+        return Assessment(Standing(top.reaction), score, until_us, label, top.reason, top.row, drain)
+
+    def score(self, settled_us: int, now_us: int) -> float:
+        """The sum over independent episodes after `settled_us`, as it was or will be at `now_us`."""
+        heaviest: dict[str, float] = {}
+        for row in self.rows:
+            if not settled_us < row.last_us <= now_us:
+                continue
+            half_life_us = self.rule(row).half_life_h * HOUR_US
+            faded = 0.5 ** ((now_us - row.last_us) / half_life_us) if half_life_us else 1.0
+            episode = self._episode[row.fingerprint]
+            heaviest[episode] = max(heaviest.get(episode, 0.0), self.rule(row).weight * row.share * faded)
+        return round(sum(sorted(heaviest.values())), 6)
+
+    def reaction(self, row: EvidenceSaved) -> str:
+        """What this one leads to by its own rule, repeats included."""
+        return max((g.reaction for g in self._by_rule(row)), key=rank, default="note")
+
+    # ---------------------------------------------------------------------------------------------------------- grounds
+
+    def _grounds(self, row: EvidenceSaved, settled_us: int) -> list[_Ground]:
+        found = self._by_rule(row)
+        rule = self.rule(row)
+        if rule.weight and self.score(settled_us, row.last_us) >= self._policy.suspect_score_of(self._kind):
+            num = len({self._episode[r.fingerprint] for r in self.rows if settled_us < r.last_us <= row.last_us})
+            found += self._soft("suspect", row, f"{num} independent episodes, the last: {row.text}")
+        return found
+
+    def _by_rule(self, row: EvidenceSaved) -> list[_Ground]:
+        rule = self.rule(row)
+        found = self._ground(rule.first, row, row.text or rule.about)
+        if rule.repeat:
+            num = len({self._episode[r.fingerprint] for r in self._within_window(row, rule)})
+            if num >= rule.repeat_count:
+                found += self._ground(rule.repeat, row, f"{num} independent episodes ({rule.about}), the last: {row.text}")
+        return found
+
+    def _within_window(self, row: EvidenceSaved, rule: Rule) -> list[EvidenceSaved]:
+        """Those of the same rule that count together with `row`, settled ones too."""
+        from_us = row.last_us - int(rule.window_h * HOUR_US)
+        same = (r for r in self.rows if from_us < r.last_us <= row.last_us and self.rule(r).name == rule.name)
+        return [r for r in same if not _is_shared(row) or _is_shared(r)]
+
+    def _ground(self, reaction: str, row: EvidenceSaved, reason: str) -> list[_Ground]:
+        if rank(reaction) > rank("suspect") and _is_shared(row):
+            reaction, reason = "suspect", f"1 of {round(1 / row.share)}: {reason}"
+        if rank(reaction) > rank("suspect"):
+            return [_Ground(reaction, None, row, self.rule(row), one_line(reason))]
+        return self._soft(reaction, row, reason)
+
+    def _soft(self, reaction: str, row: EvidenceSaved, reason: str) -> list[_Ground]:
+        """Suspicion becomes watch, and that ends; a test passed since takes suspicion away at once."""
+        rule, line = self.rule(row), one_line(reason)
+        policy = self._policy
+        watch = _Ground("watch", row.last_us + int(policy.watch_ttl_h * HOUR_US), row, rule, line)
+        if reaction == "watch":
+            return [watch]
+        if reaction != "suspect":
+            return []
+        until_us = row.last_us + int((rule.ttl_h or policy.suspect_ttl_h) * HOUR_US)
+        if row.last_us <= self._passed_us:
+            return [watch]
+        return [_Ground("suspect", until_us, row, rule, line), watch]
+
+    def _may_drain(self, settled_us: int, level: Collection[_Ground]) -> str:
+        """Why the node may be drained for what these grounds lead to."""
+        if not level or rank(next(iter(level)).reaction) < rank("quarantined"):
+            return ""
+        allowing = [g for g in level if g.rule.drain != "never"]
+        at_once = max((g for g in allowing if g.rule.drain == "now"), key=lambda g: g.order, default=None)
+        if at_once is not None:
+            return f"{at_once.rule.name}: {at_once.rule.about}"
+        telling = [
+            row
+            for row in self.rows
+            if row.last_us > settled_us and not _is_shared(row) and rank(self.reaction(row)) >= rank("suspect")
+        ]
+        episodes = {self._episode[row.fingerprint] for row in telling}
+        return f"{len(episodes)} independent episodes" if allowing and len(episodes) > 1 else ""
+
+
+def _is_shared(row: EvidenceSaved) -> bool:
+    """It points to a group of which one member is at fault: nobody is more than suspect for it."""
+    return row.share < 1.0
+
+
+def _episodes(rows: Iterable[EvidenceSaved]) -> Mapping[str, str]:
+    """For each fingerprint a name that independent ones do not share: evidence of one boot or one job belongs together, what
+    one person says is one voice, and devices of a node count apart."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    found = {}
+    for row in rows:
+        if row.source == "person":
+            names = [f"person:{row.principal}"]
+        else:
+            names = [row.episode]
+            if row.job is not None and row.source != "devices":
+                key = row.job
+                names.append(f"job:{key.cluster}/{key.owner}/{key.job_id}.{key.run}")
+                if row.source in _MAYBE_THE_PROGRAM:
+                    names.append(f"program:{key.cluster}/{key.owner}/{key.job_id}")
+        first, *more = sorted(root(name) for name in names)
+        for other in more:
+            parent[other] = first
+        found[row.fingerprint] = names[0]
+    return {fingerprint: root(name) for fingerprint, name in found.items()}

@@ -1,0 +1,134 @@
+"""The rerun machine's transitions, without torch.distributed: severities, verdicts of moves, and what follows a verdict."""
+
+import itertools
+import math
+
+import pytest
+
+from rsup.worker.rerun.contract import Checked, Exit, Judgement, RerunConfig, RerunState
+from rsup.worker.rerun.machine import (
+    Moved,
+    Severity,
+    Step,
+    after_confirmation,
+    after_first_pass,
+    after_judgement,
+    after_replay,
+    closing,
+    first_severity,
+    judge_moved,
+    replay_severity,
+)
+from rsup.worker.rerun.passes import Judged
+
+NAN = math.nan
+
+
+def judged(check: str, value: float, rejected: bool = False, fatal: bool = True) -> Judged:
+    return Judged(Checked(check, value, rejected, fatal))
+
+
+MINOR = judged("spiky", 9.0, True, False)
+FATAL = judged("loss", NAN, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "severity"),
+    [
+        ([], Severity.CLEAN),
+        ([judged("loss", 1.0)], Severity.CLEAN),
+        ([MINOR], Severity.MINOR),
+        ([MINOR, FATAL], Severity.FATAL),
+        ([FATAL, MINOR], Severity.FATAL),
+    ],
+)
+def test_every_finding_of_a_pass_counts(first: list[Judged], severity: Severity) -> None:
+    """P4, S11: a finding that is not fatal hides no fatal one of the same rank, whichever comes first."""
+    assert first_severity(first) is severity
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "severity"),
+    [
+        ([FATAL], [judged("loss", 1.0)], Severity.TRANSIENT),
+        ([FATAL], [judged("loss", NAN, True)], Severity.REPRODUCED),
+        ([FATAL], [judged("loss", math.inf, True)], Severity.REPRODUCED),  # another value, rejected as well
+        ([FATAL], [], Severity.UNREACHED),
+        ([FATAL], [judged("loss", 1.0), judged("grad", NAN, True)], Severity.UNREACHED),
+        ([MINOR], [judged("spiky", 1.0)], Severity.MINOR),
+        ([MINOR], [judged("spiky", 9.0, True, False)], Severity.MINOR),
+        ([MINOR, FATAL], [judged("spiky", 9.0, True, False), judged("loss", 1.0)], Severity.TRANSIENT),
+        ([], [judged("loss", 1.0)], Severity.CLEAN),
+        ([], [judged("loss", NAN, True)], Severity.UNREACHED),
+    ],
+)
+def test_what_a_replay_in_place_shows(first: list[Judged], again: list[Judged], severity: Severity) -> None:
+    assert replay_severity(first, again) is severity
+
+
+def test_no_finding_is_cancelled_by_a_lesser_one() -> None:
+    """P3, S10: whatever other ranks found, a fatal outcome decides what all do."""
+    for severities in itertools.product(Severity, repeat=3):
+        agreed = max(severities)
+        if Severity.REPRODUCED in severities:
+            assert after_replay(agreed, "").step is Step.ROTATE
+            assert after_replay(agreed, "alone").step is Step.SEND_ELSEWHERE
+        elif Severity.TRANSIENT in severities or Severity.UNREACHED in severities:
+            assert after_replay(agreed, "").step in (Step.CLOSE,) if agreed is not Severity.FATAL else True
+
+
+def test_a_clean_pass_goes_on_and_any_other_is_replayed() -> None:
+    assert after_first_pass(Severity.CLEAN).step is Step.GO_ON
+    for severity in (Severity.MINOR, Severity.FATAL):
+        assert after_first_pass(severity).state is RerunState.RERUNNING_IN_PLACE
+
+
+def test_data_dependent_faults_must_come_out_a_second_time_in_place() -> None:
+    found = Judgement("persistent", "...", (1,), data_dependent=True)
+    assert after_judgement(found).step is Step.CONFIRM
+    assert after_confirmation(Severity.REPRODUCED, found).judgement == found
+    doubted = after_confirmation(Severity.TRANSIENT, found).judgement
+    assert doubted is not None and doubted.verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("moved", "verdict", "accused"),
+    [
+        ([Moved(0), Moved(1, flagged=True, same=True, healthy=False)], "application", ()),
+        ([Moved(0), Moved(1, flagged=True, same=False)], "persistent", (1,)),
+        ([Moved(0), Moved(1, flagged=True, same=False, healthy=False)], "undecided", ()),
+        ([Moved(0), Moved(1, flagged=True, reached=False)], "undecided", ()),
+        ([Moved(0), Moved(1)], "undecided", ()),
+        ([Moved(0, flagged=True, same=True, healthy=False), Moved(1, flagged=True)], "persistent", (1,)),
+    ],
+)
+def test_verdict_of_a_replay_on_another_device(moved: list[Moved], verdict: str, accused: tuple[int, ...]) -> None:
+    judgement = judge_moved(moved)
+    assert (judgement.verdict, judgement.accused) == (verdict, accused)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "config", "clean", "in_use", "action", "exit_"),
+    [
+        ("transient", RerunConfig(), True, False, "continue", Exit(False, False, 0)),
+        ("transient", RerunConfig(), False, False, "restart", Exit(False, True, 17)),
+        ("transient", RerunConfig(on_transient="restart"), True, False, "restart", Exit(False, True, 17)),
+        ("persistent", RerunConfig(), False, True, "elsewhere", Exit(True, True, 16)),
+        ("persistent", RerunConfig(), True, True, "elsewhere", Exit(True, True, 16)),
+        ("persistent", RerunConfig(), True, False, "continue", Exit(False, False, 0)),
+        ("application", RerunConfig(), False, False, "leave", Exit(False, True, 17)),
+        ("application", RerunConfig(on_application="skip"), False, False, "skip", Exit(False, False, 0)),
+        ("corrupted state", RerunConfig(), False, False, "restart", Exit(False, True, 17)),
+        ("undecided", RerunConfig(), False, False, "leave", Exit(False, True, 17)),
+    ],
+)
+def test_what_follows_a_verdict(verdict: str, config: RerunConfig, clean: bool, in_use: bool, action: str, exit_: Exit) -> None:
+    """P20/H1: a transient or corrupted state leaves no checkpoint; DESIGN.md 6, after the verdict."""
+    found = closing(Judgement(verdict, "..."), config, clean=clean, accused_in_use=in_use)
+    assert (found.action, found.exit) == (action, exit_)
+
+
+def test_a_doubtful_audit_lets_training_go_on() -> None:
+    """Devices differ, no check has failed, and nobody can say which is wrong: in doubt, keep training."""
+    found = closing(Judgement("undecided", "..."), RerunConfig(), clean=True, accused_in_use=False, is_audit=True)
+    assert found.action == "continue" and not found.exit.should_exit

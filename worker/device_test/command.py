@@ -1,0 +1,344 @@
+"""`python -m rsup.worker.device_test`: which devices are screened, a process for each, and the report for people.
+
+It knows nothing of the store: `rsup devices test` says which devices live jobs hold, and keeps the results.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.wire import UsageError, now_us
+from rsup.worker.device_test.injected_fault import read_fault
+from rsup.worker.device_test.judging import Known, judge, learned
+from rsup.worker.device_test.one_device import Order
+from rsup.worker.device_test.results import EXIT_CODES, SKIPPED, DeviceReport, Range, TestResult, overall
+
+DEFAULT_S = {"cuda": 30.0, "cpu": 5.0}
+STARTS_WITHIN_S = 180.0
+"""What loading torch, making the inputs and the float64 checks may take on a busy machine."""
+SLOWEST = 4.0
+"""Two rounds may take so many times the wanted duration."""
+
+
+class Chosen(Struct, frozen=True):
+    """A device of this node."""
+
+    uuid: str
+    kind: str
+    model: str = ""
+    index: int = -1
+    serial: str = ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of `rsup devices test`."""
+    parsed = _Parser(
+        prog="rsup devices test",
+        description="Screen devices of this node for silent data corruption: fixed-seed computations, compared bit by bit.",
+        epilog="Exit codes: 0 passed, 1 failed, 75 could not decide (a skip is no pass), 2 wrong usage.",
+        allow_abbrev=False,
+    )
+    parsed.add_argument("device", metavar="ID", nargs="*", help="UUID or an unambiguous beginning, serial, index, or cpu")
+    parsed.add_argument("--all", action="store_true", help="all GPUs of this node; without GPUs two shares of its cores")
+    parsed.add_argument("--duration", type=_seconds, metavar="S", help="about so long a device (GPU 30, CPU 5)")
+    parsed.add_argument("--replay", metavar="CASE", default="", help="repeat the failing step of a case, too")
+    parsed.add_argument("--force", action="store_true", help="also devices that a live job uses: it will be slowed down")
+    parsed.add_argument("--device-inventory", metavar="FILE", help="[RSUP_DEVICE_INVENTORY]: CPU stand-ins by name")
+    parsed.add_argument("--json", action="store_true", help="print the reports as JSON")
+    for hidden in ("--fault", "--held", "--records", "--results", "--size", "--replay-missing"):
+        parsed.add_argument(hidden, default="", help=argparse.SUPPRESS)
+    return parsed
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to 86400")
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Screen, print, and return the exit code. Raise `UsageError`."""
+    arguments = parser().parse_args(list(argv))
+    read_fault(arguments.fault)
+    held = dict(word.partition("=")[::2] for word in arguments.held.split(",") if word)
+    chosen = choose(arguments, devices_here(arguments))
+    reports = [_held(device, held[device.uuid]) for device in chosen if device.uuid in held and not arguments.force]
+    free = [device for device in chosen if arguments.force or device.uuid not in held]
+    started_s = time.monotonic()
+    if free and not arguments.json:
+        print(f"screening {', '.join(device.uuid for device in free)} ...", file=sys.stderr, flush=True)
+    reports += screen_all(free, arguments)
+    records_path = Path(arguments.records) if arguments.records else None
+    records = read_records(records_path)
+    judge(reports, records)
+    if records_path is not None and (now_known := learned(reports, records)) != records:
+        write_records(records_path, now_known)
+    if arguments.replay:
+        for report in reports:
+            _add_replay(report, arguments.replay, arguments.replay_missing)
+    if arguments.results:
+        Path(arguments.results).write_bytes(msgspec.json.encode(reports))
+    _print(reports, arguments.json, time.monotonic() - started_s)
+    return EXIT_CODES[overall(reports)]
+
+
+def _held(device: Chosen, job: str) -> DeviceReport:
+    return DeviceReport(
+        uuid=device.uuid,
+        outcome=SKIPPED,
+        reason=f"job {job} uses it: wait for its end, or --force",
+        node=this_host(),
+        model=device.model,
+        serial=device.serial,
+        at_us=now_us(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ which devices
+
+
+def devices_here(arguments: argparse.Namespace) -> list[Chosen]:
+    """Those of this node that can be named: GPUs as NVML lists them; without any, an inventory file's or two CPU stand-ins."""
+    if gpus := _gpus():
+        return gpus
+    file = arguments.device_inventory or os.environ.get("RSUP_DEVICE_INVENTORY", "")
+    if file:
+        return _listed(Path(file))
+    return [Chosen(f"CPU-{boot_id() or 'unknown'}-{number}", "cpu", index=number) for number in range(2)]
+
+
+def choose(arguments: argparse.Namespace, found: Sequence[Chosen]) -> list[Chosen]:
+    """Those that were named. Raise `UsageError` for a name that none has, or several."""
+    if arguments.all or arguments.device == ["cpu"]:
+        if arguments.device and arguments.device != ["cpu"]:
+            raise UsageError("--all: name no devices with it")
+        if arguments.device == ["cpu"]:
+            return [Chosen(f"CPU-{boot_id() or 'unknown'}-{number}", "cpu", index=number) for number in range(2)]
+        return list(found)
+    if not arguments.device:
+        raise UsageError("which device? Name one, or --all; `rsup devices list` shows them")
+    chosen: list[Chosen] = []
+    for name in arguments.device:
+        exact = [one for one in found if name in (one.uuid, one.serial, str(one.index))]
+        fitting = exact or [one for one in found if len(name) >= 4 and one.uuid.startswith(name)]
+        if len(fitting) != 1:
+            which = "several devices have" if fitting else "this node has no device"
+            names = ", ".join(one.uuid for one in (fitting or found)[:4])
+            raise UsageError(f"{name}: {which} that name: {names}{', ...' if len(found) > 4 else ''}")
+        chosen += [one for one in fitting if one not in chosen]
+    return chosen
+
+
+def _gpus() -> list[Chosen]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # no bindings, no driver, no library
+        return []
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            serial = _text(nvml.nvmlDeviceGetSerial(handle))
+        except nvml.NVMLError:
+            serial = ""
+        found.append(
+            Chosen(_text(nvml.nvmlDeviceGetUUID(handle)), "cuda", _text(nvml.nvmlDeviceGetName(handle)), index, serial)
+        )
+    nvml.nvmlShutdown()
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+class _Record(Struct):
+    uuid: str
+    model: str = ""
+    serial: str = ""
+    node: str = ""
+
+
+class _Listing(Struct):
+    devices: list[_Record]
+
+
+def _listed(path: Path) -> list[Chosen]:
+    try:
+        data = path.read_bytes()
+        is_object = data.lstrip()[:1] == b"{"
+        records = (
+            msgspec.json.decode(data, type=_Listing).devices if is_object else msgspec.json.decode(data, type=list[_Record])
+        )
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(f"--device-inventory {path}: {str(error).splitlines()[0]}") from None
+    here = [record for record in records if record.node in ("", this_host())]
+    return [Chosen(record.uuid, "cpu", record.model, index, record.serial) for index, record in enumerate(here)]
+
+
+# ------------------------------------------------------------------------------------------------------- the processes
+
+
+def screen_all(chosen: Sequence[Chosen], arguments: argparse.Namespace) -> list[DeviceReport]:
+    """A process for each, all at once; one that does not end in time is killed and reported as skipped."""
+    running: list[tuple[Chosen, subprocess.Popen[bytes], float]] = []
+    try:
+        for place, device in enumerate(chosen):
+            duration_s = DEFAULT_S[device.kind] if arguments.duration is None else arguments.duration
+            limit_s = STARTS_WITHIN_S + SLOWEST * duration_s
+            running.append((device, _start(device, arguments, duration_s, (place, len(chosen))), limit_s))
+        started_s = time.monotonic()
+        return [_collect(device, process, started_s + limit_s, limit_s) for device, process, limit_s in running]
+    finally:
+        for _, process, _ in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _start(
+    device: Chosen, arguments: argparse.Namespace, duration_s: float, share: tuple[int, int]
+) -> "subprocess.Popen[bytes]":
+    order = Order(
+        uuid=device.uuid,
+        kind=device.kind,
+        duration_s=duration_s,
+        node=this_host(),
+        model=device.model,
+        fault=arguments.fault,
+        size=arguments.size,
+        share=share,
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device.uuid if device.kind == "cuda" else ""}
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "rsup.worker.device_test.one_device"]
+    return subprocess.Popen(
+        [*command, msgspec.json.encode(order).decode()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+
+
+def _collect(device: Chosen, process: "subprocess.Popen[bytes]", end_s: float, limit_s: float) -> DeviceReport:
+    try:
+        data, _ = process.communicate(timeout=max(0.1, end_s - time.monotonic()))
+        report = msgspec.json.decode(data, type=DeviceReport)
+        report.serial = report.serial or device.serial
+        return report
+    except subprocess.TimeoutExpired:
+        process.kill()
+        try:
+            process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            return _no_report(device, f"did not end within {limit_s:.0f} s and cannot be killed: it is stuck in the driver")
+        return _no_report(device, f"did not end within {limit_s:.0f} s and was ended")
+    except msgspec.DecodeError:
+        code = process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return _no_report(device, f"its process {how} without a report; is torch installed?")
+
+
+def _no_report(device: Chosen, reason: str) -> DeviceReport:
+    return DeviceReport(
+        uuid=device.uuid,
+        outcome=SKIPPED,
+        reason=f"a skip is no pass: {reason}",
+        node=this_host(),
+        model=device.model,
+        serial=device.serial,
+        at_us=now_us(),
+    )
+
+
+def _add_replay(report: DeviceReport, case: str, missing: str) -> None:
+    """The step of a case cannot be repeated from here: it needs the job's own program."""
+    from rsup.worker.device_test.results import whole
+
+    reason = missing or "the step needs the job's own program: resume the job on this device, its checkpoint repeats the step"
+    report.tests.append(TestResult(name=f"replay of {case}", outcome=SKIPPED, reason=reason))
+    report.outcome, report.reason = whole(report.tests)
+
+
+# --------------------------------------------------------------------------------------------- records, and what is shown
+
+
+def read_records(path: Path | None) -> dict[str, dict[str, Known]]:
+    """What like devices computed; empty where nothing is known, or the file is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Known]]) if path else {}
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def write_records(path: Path, records: dict[str, dict[str, Known]]) -> None:
+    """In one piece; a record that cannot be kept is no reason to fail."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.write_bytes(msgspec.json.encode(records))
+        new.rename(path)
+    except OSError as error:
+        print(f"rsup devices test: the record is not kept: {error}", file=sys.stderr)
+
+
+def _print(reports: Sequence[DeviceReport], as_json: bool, took_s: float) -> None:
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(reports), indent=2).decode())
+        return
+    for report in reports:
+        print("\n".join(lines_of(report)))
+    print(f"{overall(list(reports))}: {len(reports)} device{'s'[: len(reports) != 1]} in {took_s:.1f} s")
+
+
+def lines_of(report: DeviceReport) -> list[str]:
+    """A report for people."""
+    about = [report.model, report.driver and f"driver {report.driver}", report.torch and f"torch {report.torch}"]
+    lines = [f"{report.uuid}  {', '.join(word for word in about if word)}"]
+    width = max((len(test.name) for test in report.tests), default=0)
+    for test in report.tests:
+        rate = f"{test.rate:8.2f} {test.unit}" if test.rate else ""
+        with_whom = f"= {', '.join(test.compared_with)}" if test.outcome == "passed" else test.reason
+        lines.append(f"  {test.outcome:7}  {test.name:{width}}  {test.repetitions:5}x {rate:18} {with_whom}".rstrip())
+    seen = [
+        _range_text(report.temperature_c, "C"),
+        _range_text(report.sm_clock_mhz, "MHz"),
+        _range_text(report.power_w, "W"),
+    ]
+    injected = ["a fault was injected"] if report.injected else []
+    told = [f"{report.rounds} rounds in {report.seconds:.1f} s", *(text for text in seen if text), *injected]
+    lines.append(f"  {report.outcome}: {report.reason or ', '.join(told)}")
+    if report.reason and report.rounds:
+        lines.append(f"  {', '.join(told)}")
+    return lines
+
+
+def _range_text(seen: Range | None, unit: str) -> str:
+    if seen is None:
+        return ""
+    return f"{seen.least:.0f} {unit}" if seen.least == seen.greatest else f"{seen.least:.0f}-{seen.greatest:.0f} {unit}"

@@ -1,0 +1,53 @@
+"""The built-in rules: NaN and Inf, and values that are unexpectedly large for where they are checked."""
+
+import math
+
+import torch
+
+from rsup.worker.rerun.contract import RerunConfig
+from rsup.worker.rerun.large_values import LargeValues
+from rsup.worker.rerun.passes import Rule
+
+LARGE_FACTOR = 10.0
+"""A value more than this many times its baseline is unexpectedly large. Source: Megatron-LM's checks."""
+MAX_NORM = math.sqrt(3.4028234663852886e38)
+"""Beyond it the square, which Adam and gradient clipping compute in float32, is Inf. A flipped exponent bit ends up here."""
+SQUARE_OVERFLOWS = math.sqrt(torch.finfo(torch.float32).max)
+"""A gradient's square is needed by clipping and by Adam: beyond this it is Inf in float32, whatever the norm in float64."""
+
+
+class BuiltInRules:
+    """The rules that the configuration turns on."""
+
+    def __init__(self, config: RerunConfig, large: LargeValues) -> None:
+        self.loss_scaling = False
+        """A dynamic loss scale is in use: NaN and Inf are skipped steps, no cases."""
+        self._config = config
+        self._large = large
+
+    def of_loss(self, context: str) -> tuple[Rule, ...]:
+        """For a micro-batch's loss, known as `context`."""
+        return self._finite("loss") + self._not_large("loss", context, self._config.check_for_spiky_loss)
+
+    def of_gradients(self, context: str) -> tuple[Rule, ...]:
+        """For the norm of one bucket's, or parameter group's, gradients."""
+        overflow = (Rule("gradient whose square overflows float32", _overflows),) if self._finite("gradient") else ()
+        return self._finite("gradient") + overflow + self._not_large("gradient", context, self._config.check_for_large_grads)
+
+    def _finite(self, kind: str) -> tuple[Rule, ...]:
+        if self.loss_scaling or not self._config.check_for_nan_in_loss_and_grad:
+            return ()
+        return (Rule(f"NaN in {kind}", math.isnan), Rule(f"Inf in {kind}", math.isinf))
+
+    def _not_large(self, kind: str, context: str, is_on: bool) -> tuple[Rule, ...]:
+        if not is_on:
+            return ()
+
+        def is_large(value: float) -> bool:
+            return self._large.is_unexpectedly_large(value, LARGE_FACTOR, context)
+
+        return (Rule(f"unexpectedly large {kind}", is_large, fatal=False),)
+
+
+def _overflows(norm: float) -> bool:
+    return MAX_NORM < norm < math.inf

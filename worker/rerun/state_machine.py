@@ -1,0 +1,400 @@
+"""The rerun machine of a training loop: checks an iteration's numbers, replays it where they are wrong, says whose fault it is.
+
+    rerun = RerunStateMachine(config)
+    rerun.attach(ddp_model, optimizer)                                   # gradients are checked before they are reduced
+    for iteration in range(start, end):
+        while rerun.should_run_forward_backward(data, iteration):        # data: a RerunDataIterator
+            optimizer.zero_grad()
+            loss = model(next(data))
+            rerun.validate_loss(loss)
+            loss.backward()
+        if rerun.should_checkpoint_and_exit().should_exit: ...           # before the optimizer's step
+        optimizer.step()
+
+Values stay on the device until the pass is over; then one copy and one small all-reduce tell all ranks whether to go on. The
+transitions are in `machine`, without torch; the way from a rejected value to a verdict is in `attribution`.
+Sources: the seed's section 1.1, reliability.md section 1 and its faults, DESIGN.md section 6.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rsup.worker.rerun.attribution import Attribution
+from rsup.worker.rerun.audit import Audit
+from rsup.worker.rerun.audit_run import AuditRun
+from rsup.worker.rerun.contract import (
+    Checked,
+    Compare,
+    Exit,
+    RankDevice,
+    Rejection,
+    RerunConfig,
+    RerunError,
+    RerunMode,
+    RerunState,
+)
+from rsup.worker.rerun.data_iterator import RerunDataIterator, as_iterators
+from rsup.worker.rerun.gradient_checks import GradientChecks
+from rsup.worker.rerun.machine import Severity, Step, after_first_pass, first_severity
+from rsup.worker.rerun.parts import Parts
+from rsup.worker.rerun.passes import Judged, PassLog, Rule
+from rsup.worker.rerun.pending import Pending, from_plain, to_plain
+from rsup.worker.rerun.replay_state import ReplayState
+from rsup.worker.rerun.replica_axis import ReplicaAxis
+from rsup.worker.rerun.rotation import Rotation
+from rsup.worker.rerun.statistics import DeterminismStatistics
+from rsup.worker.rerun.values import difference
+
+STATISTICS_EVERY = 100
+"""Iterations between reports of `report_determinism_stats`."""
+
+
+class RerunStateMachine:
+    """One rank's end of it. Made on all ranks alike, after `init_process_group`. Collective, with all that it says is.
+
+    `device`: what this rank computes on; the verdicts are about that. `ledger_folder`: where checkpoints are kept. `group`: a
+    gloo group of all ranks, made if absent. `injected`: a fault injector is armed, so no verdict counts against a real device.
+    """
+
+    def __init__(
+        self,
+        config: RerunConfig | None = None,
+        *,
+        device: RankDevice | None = None,
+        torch_device: torch.device | str = "cpu",
+        group: Any = None,
+        ledger_folder: Path | None = None,
+        seed: int = 0,
+        injected: bool = False,
+    ) -> None:
+        self.config = config or RerunConfig()
+        self._parts = Parts(self.config, device, torch.device(torch_device), group, ledger_folder, seed, injected)
+        self._iteration = self._parts.iteration
+        self._attribution = Attribution(self._parts)
+        self._audit: AuditRun | None = None
+        self._gradients: GradientChecks | None = None
+        self._statistics = DeterminismStatistics()
+        self._modules: list[nn.Module] = []
+        self._is_first_pass = True
+        self._state_learned = False
+        self._evaluating = False
+        self._pending: Pending | None = None
+
+    # -------------------------------------------------------------------------------------------------------- set-up
+
+    def attach(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        axis: ReplicaAxis | None = None,
+        hook: Callable[[Any, Any], Any] | None = None,
+        hook_state: object = None,
+        scaler: Any = None,
+    ) -> None:
+        """Check `module`'s gradients before they are reduced, and let its iterations be rotated along `axis` (default: all
+        ranks). `hook`: the DDP communication hook to use, which is wrapped. `scaler`: a `torch.amp.GradScaler` in use: NaN and
+        Inf then are skipped steps and no cases. Collective.
+        """
+        parts, mode = self._parts, self.config.mode
+        parts.rules.loss_scaling = scaler is not None and scaler.is_enabled()
+        self._modules.append(module)
+        if mode is RerunMode.DISABLED:
+            if hook is not None:
+                module.register_comm_hook(hook_state, hook)  # type: ignore[operator]
+            return
+        parts.replay_state.register_buffers(f"buffers of module {len(self._modules)}", module)
+        self._gradients = self._gradients or GradientChecks(scaler)
+        self._gradients.attach(module, hook=hook, state=hook_state)
+        if not self.config.rotate:
+            return
+        axis = axis or ReplicaAxis.of_world(parts.agreement.world_size)
+        group, device = parts.agreement.group, parts.torch_device
+        parts.rotation = Rotation(axis, group, parts.device, lambda: self._named_state(optimizer), torch_device=device)
+        if mode is RerunMode.AUDIT:
+            audit = Audit(axis, group, self.config.audit_interval, device)
+            self._audit = AuditRun(parts, self._attribution, audit)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, nothing is replayed and no training iteration is marked; an exception leaves the machine as it was."""
+        large = self._parts.large
+        before = self._evaluating, large.evaluating
+        self._evaluating = large.evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating, large.evaluating = before
+
+    @property
+    def replay_state(self) -> ReplayState:
+        """Register here what forward or backward change besides gradients and the buffers of attached modules."""
+        return self._parts.replay_state
+
+    @property
+    def data_position(self) -> dict[str, int]:
+        """Told with a case: where its data is. The loop fills it, as with `consumed_samples`."""
+        return self._parts.data_position
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    @property
+    def state(self) -> RerunState:
+        """Where the iteration is."""
+        return self._iteration.state
+
+    @property
+    def skip_step(self) -> bool:
+        """The iteration's result must not be used: call no optimizer step, go on to the next iteration."""
+        return self._iteration.skip_step
+
+    def should_run_forward_backward(
+        self, data: RerunDataIterator | Sequence[RerunDataIterator | None] | None, iteration: int
+    ) -> bool:
+        """Whether to run forward and backward of `iteration` (1-based, global), for the first time or again. Collective."""
+        state = self._iteration.state
+        if state is not RerunState.NOT_RUNNING_YET and iteration != self._iteration.number:
+            self._abandon()
+            state = RerunState.NOT_RUNNING_YET
+        if state is RerunState.NOT_RUNNING_YET:
+            again = self._begin(data, iteration)
+        elif self.config.mode is RerunMode.DISABLED:
+            again = self._parts.finish()
+        else:
+            again = self._end_of_pass(state, self._read_pass())
+        if again and self._gradients is not None:
+            self._gradients.begin()
+        return again
+
+    def should_checkpoint_and_exit(self) -> Exit:
+        """Ask once after each iteration, before the optimizer's step: whether to checkpoint the completed iterations, to exit,
+        and with which code."""
+        return self._iteration.exit
+
+    def validate_result(
+        self,
+        result: object,
+        rejection_func: Callable[[float], bool],
+        message: str,
+        comparison_func: Compare | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Have a scalar of this pass checked at its end. `rejection_func` gets it as a float and says whether it is wrong;
+        `message` names the check and must be the same in every pass. Two results are the same if `comparison_func` (default:
+        relative difference) gives at most `tolerance`. Raise `RerunError` for what is no floating scalar.
+        """
+        self._check(message, result, (Rule(message, rejection_func, fatal),), tolerance, comparison_func)
+
+    def validate_loss(self, loss: torch.Tensor, context: str = "loss") -> None:
+        """The built-in checks of a micro-batch's loss: NaN, Inf, and (`check_for_spiky_loss`) unexpectedly large ones."""
+        if rules := self._parts.rules.of_loss(context):
+            self._check(context, loss, rules, self.config.loss_tolerance, None)
+
+    def is_unexpectedly_large(
+        self, value: float, threshold: float, context: str, num_samples: int = 100, resample: bool = False
+    ) -> bool:
+        """See `LargeValues`: for a `rejection_func`."""
+        return self._parts.large.is_unexpectedly_large(value, threshold, context, num_samples, resample)
+
+    def _check(self, message: str, result: object, rules: tuple[Rule, ...], tolerance: float, compare: Compare | None) -> None:
+        if self._evaluating or self.config.mode is RerunMode.DISABLED:
+            log = PassLog()
+            log.add(message, result, rules, tolerance, compare)
+            self._judge_at_once(log.read()[0])
+        elif self._iteration.state is RerunState.NOT_RUNNING_YET:
+            raise RerunError(
+                f"{message!r} is validated outside of an iteration: call it in the loop of should_run_forward_backward"
+            )
+        else:
+            self._iteration.log.add(message, result, rules, tolerance, compare)
+
+    def _judge_at_once(self, one: Judged) -> None:
+        """Without replays: an error where the check is fatal, else a warning. In an evaluation always a warning."""
+        if not one.checked.rejected:
+            return
+        where = f"iteration {self._iteration.number} on rank {self._parts.agreement.rank}"
+        text = f"unexpected result: {', '.join(one.labels)} at {where}: {one.checked.value!r}"
+        self._parts.track(Rejection.RERUN_DISABLED, one.checked, self._evaluating)
+        if one.checked.fatal and not self._evaluating:
+            raise RuntimeError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    # ----------------------------------------------------------------------------------------------------- the passes
+
+    def _begin(self, data: Any, iteration: int) -> bool:
+        is_disabled = self.config.mode is RerunMode.DISABLED
+        self._iteration.start(iteration, [] if is_disabled else as_iterators(data))
+        self._iteration.state = RerunState.INITIAL_RUN
+        if is_disabled:
+            return True
+        if self._is_first_pass:
+            for module in self._modules:
+                self.replay_state.watch(module)
+        pending, self._pending = self._pending, None
+        if pending is not None and (decided := self._attribution.begin_pending(pending)) is not None:
+            return decided
+        self._iteration.begin_data()
+        self._iteration.capture()
+        return True
+
+    def _abandon(self) -> None:
+        """The loop left an iteration in the middle (its data ended, an exception was caught): nothing of it is kept."""
+        self._parts.large.rollback()
+        self._parts.injector.clear()
+        self._parts.work.case = None
+
+    def _read_pass(self) -> list[Judged]:
+        """The pass is over: its values, with those of the gradients."""
+        if self._gradients is not None:
+            for message, value in self._gradients.take():
+                if rules := self._parts.rules.of_gradients(message):
+                    self._iteration.log.add(message, value, rules, self.config.grad_tolerance)
+        judged = self._iteration.read_log()
+        if self._is_first_pass:
+            self._is_first_pass = False
+            self._require_registered()
+        return judged
+
+    def _require_registered(self) -> None:
+        names = [name for module in self._modules for name in self.replay_state.unregistered(module)]
+        if names:
+            text = f"forward or backward change {', '.join(names[:5])}, which a replay cannot roll back"
+            raise RerunError(f"{text}: register it with rerun.replay_state.register()")
+
+    def _end_of_pass(self, state: RerunState, judged: list[Judged]) -> bool:
+        if self.config.mode is RerunMode.REPORT_DETERMINISM_STATS:
+            return self._count_differences(judged)
+        if state is RerunState.INITIAL_RUN:
+            return self._end_initial(judged)
+        if self._iteration.is_audit:
+            assert self._audit is not None
+            return self._audit.end_rotated(judged) if state is RerunState.RERUNNING_ROTATED else self._audit.end_replay(judged)
+        ends = {
+            RerunState.RERUNNING_IN_PLACE: self._attribution.end_replay,
+            RerunState.RERUNNING_ROTATED: self._attribution.end_rotated,
+            RerunState.RERUNNING_TO_CONFIRM: self._attribution.end_confirmation,
+            RerunState.RERUNNING_FROM_CHECKPOINT: self._attribution.end_from_checkpoint,
+        }
+        if state not in ends:
+            raise RerunError(
+                f"the iteration must not go on: should_checkpoint_and_exit() said to exit with {self._iteration.exit}"
+            )
+        return ends[state](judged)
+
+    def _end_initial(self, judged: list[Judged]) -> bool:
+        parts = self._parts
+        first = self._iteration.first = [self._as_injected(one) for one in judged]
+        jumped = self._audit is not None and self._audit.has_jumped(first)
+        agreed = parts.agreement.worst(2 * int(first_severity(first)) + int(jumped))
+        next_ = after_first_pass(Severity(agreed // 2))
+        if next_.step is Step.REPLAY:
+            for one in first:
+                if one.checked.rejected:
+                    parts.track(Rejection.INITIAL_RUN, one.checked)
+            return self._iteration.replay(next_.state)
+        self._learn_state()
+        return self._audit.begin(jumped=bool(agreed % 2)) if self._audit is not None else parts.finish()
+
+    def _as_injected(self, one: Judged) -> Judged:
+        """The value as rejected, where the error injector strikes."""
+        checked = one.checked
+        if checked.rejected or not self._parts.injector.fires(self._iteration.number, checked.check):
+            return one
+        struck = Checked(checked.check, checked.value, True, checked.fatal, checked.tolerance, checked.compare)
+        return Judged(struck, (f"injected {self.config.error_injection_type}",))
+
+    def _learn_state(self) -> None:
+        """After the first healthy iteration: buffers that are each rank's own (running statistics) are no corruption later."""
+        rotation = self._parts.rotation
+        if not self._state_learned and rotation is not None and not rotation.why_impossible():
+            rotation.learn_state([one for one in rotation.compare_state() if one.name.startswith("buffer ")])
+        self._state_learned = True
+
+    def _named_state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+        """What must be equal on all replicas: parameters, buffers and the optimizer's tensors, by name."""
+        names: dict[torch.Tensor, str] = {}
+        found: dict[str, torch.Tensor] = {}
+        for module in self._modules:
+            names |= {parameter: name for name, parameter in module.named_parameters()}
+            found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+        found |= {name: parameter.detach() for parameter, name in names.items()}
+        for parameter, values in optimizer.state.items() if optimizer is not None else ():
+            kept = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+            found |= {f"optimizer {names.get(parameter, '?')}.{key}": value for key, value in kept.items()}
+        return found
+
+    # ----------------------------------------------------------------------------------------- determinism statistics
+
+    def _count_differences(self, judged: list[Judged]) -> bool:
+        iteration = self._iteration
+        if iteration.state is RerunState.INITIAL_RUN:
+            iteration.first = judged
+            return iteration.replay(RerunState.RERUNNING_IN_PLACE)
+        now = {one.checked.check: one.checked for one in judged}
+        for one in iteration.first:
+            after = now.get(one.checked.check)
+            if after is None:
+                raise RerunError(
+                    f"the check {one.checked.check!r} was not made in the second pass: the loop must repeat itself"
+                )
+            compare = after.compare or difference
+            self._statistics.add(one.checked.check, compare(one.checked.value, after.value))
+        if iteration.number % STATISTICS_EVERY == 0:
+            self.report_statistics()
+        return self._parts.finish()
+
+    def report_statistics(self) -> None:
+        """Print the determinism statistics of all ranks since the last report, on rank 0. Collective."""
+        states = self._parts.agreement.gather(self._statistics.state_dict())
+        for line in DeterminismStatistics.merged(states).report_lines():
+            self._parts.work.say(line)
+        self._statistics.reset()
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint, of the same form whatever has happened: plain values and tensors."""
+        parts, iteration = self._parts, self._iteration
+        state: dict[str, Any] = {
+            "world_size": parts.agreement.world_size,
+            "large_values": parts.large.state_dict(),
+            "pending": None,
+            "iterators": list(iteration.kept),
+            "injector": parts.injector.state_dict(),
+        }
+        case = parts.work.case
+        if iteration.state is RerunState.WILL_RERUN_FROM_CHECKPOINT and case is not None:
+            registered = parts.replay_state.state_dict(iteration.snapshot)
+            state["pending"] = to_plain(Pending(case, iteration.confirmed, registered, iteration.iterator_states()))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Go on from a checkpoint's state; return why a rerun that it asks for is ignored, empty if none is."""
+        with contextlib.suppress(RerunError, KeyError):
+            self._parts.large.load_state_dict(state["large_values"])
+        pending = state.get("pending")
+        if state.get("world_size") != self._parts.agreement.world_size:
+            return "job sharding has changed: the rerun state is ignored" if pending else ""
+        if self.config.mode is RerunMode.DISABLED:
+            return "rerun mode is disabled: the rerun state is ignored" if pending else ""
+        self._iteration.loaded = list(state.get("iterators") or ())
+        if pending is not None:
+            try:
+                self._pending = from_plain(pending)
+            except ValueError as error:
+                return f"the rerun state is ignored: {error}"
+            self._parts.injector.load_state_dict(state.get("injector") or {})
+        return ""
+
+    def drop_pending(self, iteration: int) -> None:
+        """That iteration is skipped: a rerun that asks for it is over, and its data is used up."""
+        if self._pending is not None and self._pending.case.iteration == iteration:
+            self._pending = None
+        self._iteration.loaded = ()
