@@ -149,7 +149,7 @@ def _found_to_be_applications(connection: Connection, jobs: set[int]) -> set[_Ke
     found: set[_Key] = set()
     for chunk in chunks(sorted(jobs)):
         query = select(cases.c.job, cases.c.attempt).where(cases.c.job.in_(chunk), cases.c.verdict == "application")
-        found |= set(connection.execute(query).tuples())
+        found |= {(row.job, row.attempt) for row in connection.execute(query)}
     return found
 
 

@@ -209,7 +209,8 @@ def _assumed(connection: Connection, keys: Sequence[_Key], spoiled: dict[_Key, _
     """Later attempts of these jobs that do not say what they resumed from: after what is spoiled by their iterations, or in a
     job that reports no checkpoints at all."""
     numbers = sorted({job for job, _ in keys})
-    told = set(connection.execute(select(resumes.c.job, resumes.c.attempt).where(resumes.c.job.in_(numbers))).tuples())
+    named = select(resumes.c.job, resumes.c.attempt).where(resumes.c.job.in_(numbers))
+    told = {(row.job, row.attempt) for row in connection.execute(named)}
     saving = set(connection.execute(select(checkpoints.c.job).where(checkpoints.c.job.in_(numbers)).distinct()).scalars())
     found: dict[_Key, _Attempt] = {}
     for key, start in sorted(_starts(connection, numbers).items()):

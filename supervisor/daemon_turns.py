@@ -292,8 +292,8 @@ class Turns:
 
 
 def device_policy(settings: Settings) -> Policy:
-    """The rules for evidence. Raise `UsageError` for a file that cannot be used; an embedded supervisor, whose launch has looked
-    at the file before, goes on with the built-in rules: training must not stop for it."""
+    """The rules for evidence. Raise `UsageError` for a file that cannot be used; an embedded supervisor, whose launch has
+    looked at the file before, goes on with the built-in rules: training must not stop for it."""
     try:
         return configured(settings.device_policy)
     except UsageError as error:

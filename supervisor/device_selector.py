@@ -1,4 +1,5 @@
-"""Which device or node a person means: a UUID or the beginning of one, a serial, or `NODE:PCI` for what sat there at a time.
+"""Which device or node a person means: a UUID or the beginning of one, a serial, `NODE:INDEX`, or `NODE:PCI` for what sat there
+at a time.
 
 The serial belongs to the board: what was seen of it under another UUID at another time is part of its story. Several UUIDs of
 one serial at one time are several GPUs of a board, or MIG instances: each has its own. Serials that boards without one report
@@ -38,7 +39,7 @@ def find_device(connection: Connection, selector: str, at_us: int | None = None)
     """The device that `selector` names; `NODE:PCI` means what sits there now, or sat there at `at_us`.
     Raise `UnknownHardware` or `AmbiguousHardware`."""
     found = _of_uuid(connection, selector) or _of_place(connection, selector, at_us) or _of_serial(connection, selector)
-    found = found or _of_prefix(connection, selector)
+    found = found or _of_index(connection, selector) or _of_prefix(connection, selector)
     if not found:
         raise UnknownHardware(f"no device {selector[:200]!r} in this store; `rsup devices list` lists them")
     boards = {device.uuids: device for device in (_board(connection, uuid) for uuid in _newest_last(connection, found))}
@@ -98,6 +99,17 @@ def _of_place(connection: Connection, selector: str, at_us: int | None) -> list[
         return sorted({row["uuid"] for row in stays if row["to_us"] is None}) or [last["uuid"]]
     there = connection.execute(select(devices.c.uuid, devices.c.pci_bus_id).where(devices.c.node == node))
     return sorted(uuid for uuid, bus in there if normal_pci(bus) == pci)
+
+
+def _of_index(connection: Connection, selector: str) -> list[str]:
+    """`NODE:0`: the first of the boards that sit there now, by PCI bus id, as the driver's own tools count."""
+    node, _, index = selector.rpartition(":")
+    if not node or not index.isdecimal() or len(index) > 3:
+        return []
+    stays = select(seats.c.pci_bus_id, seats.c.uuid).where(seats.c.node == node, seats.c.to_us.is_(None))
+    places = sorted({(row.pci_bus_id, row.uuid) for row in connection.execute(stays)})
+    buses = sorted({bus for bus, _ in places})
+    return [uuid for bus, uuid in places if int(index) < len(buses) and bus == buses[int(index)]]
 
 
 def _of_prefix(connection: Connection, selector: str) -> list[str]:

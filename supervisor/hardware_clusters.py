@@ -42,7 +42,8 @@ def clusters(
     column = devices.c.node if by == "rack" else devices.c[by]
     group_of = _rack_finder(rack_pattern) if by == "rack" else str
     since_us = now_us - round(days * DAY_US)
-    sizes = _grouped(dict(connection.execute(select(column, func.count()).group_by(column)).tuples()), group_of)
+    counted = {value: count for value, count in connection.execute(select(column, func.count()).group_by(column))}
+    sizes = _grouped(counted, group_of)
     troubled = _in_trouble(connection, since_us)
     hit = Counter[str]()
     for chunk in chunks(sorted(troubled)):

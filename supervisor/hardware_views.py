@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, select
 
+from rsup.supervisor.hardware import standing_views
 from rsup.supervisor.tables import devices, incidents, job_nodes, jobs, nodes, placements
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.views import job_fields, public_fields
@@ -20,20 +21,28 @@ class UnknownHardware(RsupError):
     """The store has no such node or device."""
 
 
-def list_nodes(connection: Connection, *, after: str = "", limit: int = 100) -> tuple[list[dict[str, Any]], str | None]:
-    """By name: at most `limit` nodes after the name `after`, and the name to continue after (None at the end)."""
+def list_nodes(
+    connection: Connection, *, after: str = "", limit: int = 100, state: str = ""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """By name: at most `limit` nodes after the name `after`, only those in `state` if given, and the name to continue after
+    (None at the end). Raise `UsageError` for a state that there is not."""
     query = select(nodes).where(nodes.c.node > after).order_by(nodes.c.node).limit(limit + 1)
+    query = standing_views.only(query, "node", nodes.c.node, state)
     rows = connection.execute(query).mappings().all()
     shown = rows[:limit]
     named = _jobs_of(connection, {row["job"] for row in shown})
-    return [_node_fields(row, named) for row in shown], shown[-1]["node"] if len(rows) > limit else None
+    standings = standing_views.standings(connection, "node", [(row["node"], "") for row in shown])
+    items = [{**_node_fields(row, named), **standings[row["node"]]} for row in shown]
+    return items, shown[-1]["node"] if len(rows) > limit else None
 
 
 def node_detail(connection: Connection, name: str) -> dict[str, Any]:
     """One node, the newest jobs it took part in, and incidents on it. Raise `UnknownHardware`."""
     row = connection.execute(select(nodes).where(nodes.c.node == name)).mappings().first()
+    if row is None and standing_views.is_known(connection, "node", name):
+        return {"node": name, "role": "", "devices": [], "jobs": [], "incidents": [], **_standing(connection, "node", name, "")}
     if row is None:
-        raise UnknownHardware(f"no node {name[:200]!r} in this store")
+        raise UnknownHardware(f"no node {name[:200]!r} in this store; `rsup nodes list` lists them")
     took_part = select(job_nodes).where(job_nodes.c.node == name).order_by(job_nodes.c.at_us.desc()).limit(MAX_HISTORY)
     parts = connection.execute(took_part).mappings().all()
     named = _jobs_of(connection, {row["job"], *(part["job"] for part in parts)})
@@ -47,28 +56,43 @@ def node_detail(connection: Connection, name: str) -> dict[str, Any]:
         for part in parts
     ]
     found = _incidents(connection, select(incidents).where(incidents.c.node == name))
-    return {**_node_fields(row, named), "jobs": history, "incidents": found}
+    return {**_node_fields(row, named), **_standing(connection, "node", name, ""), "jobs": history, "incidents": found}
 
 
-def list_devices(connection: Connection, *, after: str = "", limit: int = 100) -> tuple[list[dict[str, Any]], str | None]:
-    """By UUID: at most `limit` devices after the UUID `after`, and the UUID to continue after (None at the end)."""
+def list_devices(
+    connection: Connection, *, after: str = "", limit: int = 100, state: str = "", node: str = ""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """By UUID: at most `limit` devices after the UUID `after`, only those in `state` and last seen on `node` if given, and the
+    UUID to continue after (None at the end). Raise `UsageError` for a state that there is not."""
     query = select(devices).where(devices.c.uuid > after).order_by(devices.c.uuid).limit(limit + 1)
+    query = standing_views.only(query, "device", devices.c.uuid, state)
+    query = query.where(devices.c.node == node) if node else query
     rows = connection.execute(query).mappings().all()
     shown = rows[:limit]
     used = _placements(connection, [row["uuid"] for row in shown], running=True)
     in_use = {entry.pop("device"): entry for entry in used}
-    return [_device_fields(row, in_use.get(row["uuid"])) for row in shown], shown[-1]["uuid"] if len(rows) > limit else None
+    standings = standing_views.standings(connection, "device", [(row["uuid"], row["serial"]) for row in shown])
+    items = [{**_device_fields(row, in_use.get(row["uuid"])), **standings[row["uuid"]]} for row in shown]
+    return items, shown[-1]["uuid"] if len(rows) > limit else None
 
 
 def device_detail(connection: Connection, uuid: str) -> dict[str, Any]:
     """One device, the ranks that used it (newest first), and incidents on it. Raise `UnknownHardware`."""
     row = connection.execute(select(devices).where(devices.c.uuid == uuid)).mappings().first()
+    if row is None and standing_views.is_known(connection, "device", uuid):
+        return {"uuid": uuid, "placements": [], "incidents": [], "in_use": None, **_standing(connection, "device", uuid, "")}
     if row is None:
-        raise UnknownHardware(f"no device {uuid[:200]!r} in this store")
+        raise UnknownHardware(f"no device {uuid[:200]!r} in this store; `rsup devices list` lists them")
     history = _placements(connection, [uuid], running=False)
     in_use = next((entry for entry in history if entry["to"] is None), None)
     found = _incidents(connection, select(incidents).where(incidents.c.device == uuid))
-    return {**_device_fields(row, in_use), "placements": history, "incidents": found}
+    standing = _standing(connection, "device", uuid, row["serial"])
+    return {**_device_fields(row, in_use), **standing, "placements": history, "incidents": found}
+
+
+def _standing(connection: Connection, kind: str, name: str, serial: str) -> dict[str, Any]:
+    """State, what led to it, and the newest evidence."""
+    return standing_views.standing_detail(connection, kind, name, serial)
 
 
 def _node_fields(row: RowMapping, named: Mapping[int, dict[str, Any]]) -> dict[str, Any]:

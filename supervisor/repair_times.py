@@ -49,7 +49,7 @@ def history_stats(connection: Connection, *, now_us: int, days: float = 90, kind
     quarantines that ended in that time (see `quarantine_outcomes`), and how long the refuted ones stood idle."""
     since_us = now_us - round(days * DAY_US)
     states = select(subjects.c.state, func.count()).where(subjects.c.kind == kind).group_by(subjects.c.state)
-    counted: dict[str, int] = dict(connection.execute(states).tuples().all())
+    counted: dict[str, int] = {state: number for state, number in connection.execute(states)}
     known = connection.execute(select(func.count()).select_from(devices if kind == "device" else nodes)).scalar() or 0
     counted["clear"] = max(0, known - sum(number for state, number in counted.items() if state != "clear"))
     outages = _outages(connection, since_us, kind)

@@ -130,7 +130,8 @@ def _real(
     query = select(transitions.c.kind, transitions.c.subject).where(
         transitions.c.at_us >= since_us, transitions.c.at_us <= now_us
     )
-    found = set(connection.execute(query.where(transitions.c.after.in_(LEVELS)).distinct()).tuples()) | set(wanted)
+    moved = connection.execute(query.where(transitions.c.after.in_(LEVELS)).distinct())
+    found = {(row.kind, row.subject) for row in moved} | set(wanted)
     stories: dict[_Subject, list[Mapping[Any, Any]]] = defaultdict(list)
     for kind in ("device", "node"):
         for chunk in chunks(sorted(name for one, name in found if one == kind)):

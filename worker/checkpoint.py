@@ -216,6 +216,25 @@ class Checkpointer:
             raise outcome[0]
 
 
+def claim_for_all(directory: CheckpointDirectory, job_key: str, attempt: int, group: dist.ProcessGroup) -> Owner:
+    """Rank 0 makes and claims the directory; every rank gets the claim, or its error (see `CheckpointDirectory.claim`)."""
+    outcome: list[Owner | CheckpointError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            outcome = [directory.claim(job_key, attempt)]
+        except CheckpointError as error:
+            outcome = [error]
+        except OSError as error:
+            outcome = [CheckpointError(f"cannot make {directory.path}: {_os_text(error)}")]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    owner = outcome[0]
+    if isinstance(owner, CheckpointError):
+        raise owner
+    assert owner is not None
+    return owner
+
+
 def find_whole_checkpoint(
     directory: CheckpointDirectory, group: dist.ProcessGroup | None, warn: Callable[[str], None]
 ) -> WholeCheckpoint | None:

@@ -18,7 +18,7 @@ def this_device(device: torch.device | str | None = None) -> RankDevice:
     where = _current() if device is None else torch.device(device)
     if where.type == "cuda":
         properties = torch.cuda.get_device_properties(where)
-        uuid = uuid or f"GPU-{properties.uuid}"
+        uuid = f"GPU-{properties.uuid}"  # its own word counts: a verdict is about the board that really computed
         model = model or properties.name
     uuid = uuid or f"CPU-{boot_id()}-{os.environ.get('LOCAL_RANK', '0')}"
     return RankDevice(uuid, this_host(), model, told["VBIOS"], told["DRIVER"])

@@ -23,6 +23,7 @@ class TrainingSections:
         self._step = self._session.section("step")
         self._checkpointing = self._session.section("checkpointing")
         self._in_setup = False
+        self._in_step = False
         self._in_checkpointing = 0
         self._num_train_steps = 0
         self._num_eval_steps = 0
@@ -41,11 +42,19 @@ class TrainingSections:
         self._eval_index = 0
         warm = self._num_train_steps >= self.num_warmup_iters
         self._write_phase("train" if warm else "warmup")
+        self._in_step = warm
         if warm:
+            self._step.enter()
+
+    def on_replay(self) -> None:
+        """The step computes its iteration once more: that is progress, so the section's time begins anew."""
+        if self._in_step:
+            self._step.exit()
             self._step.enter()
 
     def on_training_step_end(self) -> None:
         """The training step is done."""
+        self._in_step = False
         self._step.exit()
         self._num_train_steps += 1
         self._session.write(board.TRAIN_STEPS, self._num_train_steps)

@@ -55,6 +55,12 @@ def open_seats(connection: Connection, uuids: Sequence[str], serials: Sequence[s
     return [SeatSaved(**row) for row in connection.execute(query).mappings()]
 
 
+def node_of(connection: Connection, uuid: str) -> str:
+    """Where a device was last seen, empty if nowhere."""
+    devices = tables.devices.c
+    return connection.execute(select(devices.node).where(devices.uuid == uuid)).scalar() or ""
+
+
 def evidence_of(row: RowMapping) -> EvidenceSaved:
     """From a row of `_with_job(evidence)`."""
     return EvidenceSaved(**_of_job(row))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Request
 from sqlalchemy import Connection, Engine
 
+from rsup.supervisor.hardware.verbs import VerbRequest
 from rsup.supervisor.principals import Principal, TokenBook
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.views import LiveBeats
@@ -44,6 +45,16 @@ class ChangeReply(Protocol):
 
     @property
     def request_id(self) -> str: ...
+
+
+class HardwareAnswer(Protocol):
+    """The loop's answer to a change of a device or node (`loop_inputs.HardwareReply`)."""
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def message(self) -> str: ...
 
 
 class LiveView(Protocol):
@@ -81,6 +92,8 @@ class RestContext:
     live: LiveView
     allowed_hosts: tuple[str, ...] = ()
     reply_timeout_s: float = 10.0
+    change_hardware: "Callable[[VerbRequest], Future[HardwareAnswer]] | None" = None
+    """Hands a change of a device or node to the loop."""
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

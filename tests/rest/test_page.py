@@ -45,6 +45,8 @@ def test_the_job_page_shows_ranks_and_keeps_markup_text(served: Served, own_dire
     rows = re.findall(r"<tr.*?</tr>", part(dom, "ranks"))
     assert len(rows) == 2 and "n2" in rows[1] and "step 2.5 s" in rows[1] and "1.1 s" in rows[1]
     assert "Looks stuck" in part(dom, "suspects") and "suspected-hang" in part(dom, "incidents")
+    (case,) = re.findall(r"<tr.*?</tr>", part(dom, "cases"))
+    assert "open" in case and "CPU" in case
     assert "<script>document" not in dom and "<title>taken" not in dom
     assert dom.count("&lt;script&gt;document.title") >= 4  # name, reason of the incident, event, command
 

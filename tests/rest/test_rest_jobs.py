@@ -58,7 +58,7 @@ def test_a_jobs_status_tells_its_whole_story(served: Served) -> None:
     assert incident["stacks"][0]["ranks"] == [0, 1]
     assert [c["iteration"] for c in status["checkpoints"]] == [10, 20, 30, 40, 50, 60]
     assert [s["section"] for s in status["sections"]] == ["setup", "step"]
-    assert status["cases"] == [] and status["suspects"] == []
+    assert [one["case_id"] for one in status["cases"]] == ["t1.2-a1-i25"] and status["suspects"] == []
     assert [(r["rank"], r["attempt"], r["device"]) for r in status["ranks"]] == [(0, 2, "GPU-a"), (1, 2, "GPU-b")]
 
 

@@ -25,13 +25,13 @@ IMPLEMENTED, LATER, LAUNCHER = "implemented", "still to come", "launcher"
 
 SEED_FLAGS = [
     # flag, default, section, where it is
-    ("--no-check-for-nan-in-loss-and-grad", False, "1.1", LATER),
-    ("--check-for-spiky-loss", False, "1.1", LATER),
-    ("--check-for-large-grads", False, "1.1", LATER),
-    ("--result-rejected-tracker-filename", None, "1.1", LATER),
-    ("--rerun-mode", "validate_results", "1.1", LATER),
-    ("--error-injection-rate", 0, "1.1", LATER),
-    ("--error-injection-type", "transient_error", "1.1", LATER),
+    ("--no-check-for-nan-in-loss-and-grad", False, "1.1", IMPLEMENTED),
+    ("--check-for-spiky-loss", False, "1.1", IMPLEMENTED),
+    ("--check-for-large-grads", False, "1.1", IMPLEMENTED),
+    ("--result-rejected-tracker-filename", None, "1.1", IMPLEMENTED),
+    ("--rerun-mode", "validate_results", "1.1", IMPLEMENTED),
+    ("--error-injection-rate", 0, "1.1", IMPLEMENTED),
+    ("--error-injection-type", "transient_error", "1.1", IMPLEMENTED),
     ("--ft-param-rank_section_timeouts", ANY, "1.2", LAUNCHER),
     ("--ft-param-rank_out_of_section_timeout", ANY, "1.2", LAUNCHER),
     ("--ft-num-warmup-iters", 5, "1.2", IMPLEMENTED),
@@ -286,7 +286,72 @@ def hidden_dropout_changes_the_result(bench: Bench) -> None:
     assert bench.digest(*none, "0") != bench.digest(*none, "0.5")
 
 
+TRANSIENT = "--fault=rank=0,iteration=3,kind=nan,site=loss"
+
+
+def the_mode_decides_what_a_rejection_does(bench: Bench) -> None:
+    """P1, S1, S19: every mode's name is taken, and each does something else."""
+    faulty = ("--iterations", "5", "--save", str(bench.save), TRANSIENT)
+    disabled = bench.runs.run(1, *faulty, "--rerun-mode", "disabled")
+    assert disabled.codes() == [1] and "NaN in loss at iteration 3" in disabled.text()
+    said = bench.text(*faulty, "--fault=rank=0,iteration=4,kind=nan,site=loss", "--rerun-mode", "validate_results")
+    assert "iteration 4 (found on rank 0): transient" in said
+    for name in ("report_stats", "report_determinism_stats"):
+        assert "rerun: " in bench.text("--iterations", "100", "--rerun-mode", name)
+    assert "--rerun-mode audit and" in bench.runs.run(1, "--rerun-mode", "audit").text()
+
+
+def nan_can_be_let_through(bench: Bench) -> None:
+    poisoned = ("--iterations", "5", "--log-interval", "1", "--fault=kind=nan-data,iteration=3")
+    text = bench.text(*poisoned, "--no-check-for-nan-in-loss-and-grad")
+    assert "lm loss: NAN" in text and "rerun:" not in text
+
+
+def large_values_are_found(bench: Bench, flag: str, site: str) -> None:
+    for flags, is_found in (((), False), ((flag,), True)):
+        save = ("--save", str(bench.save.with_name(f"found-{is_found}")))
+        fault = f"--fault=rank=0,iteration=110,kind=scale,factor=1e6,site={site}"
+        text = bench.text("--iterations", "112", *save, fault, *flags)
+        assert ("rerun: iteration 110 (found on rank 0): transient" in text) == is_found and "injected fault" in text
+
+
+def spiky_losses_are_found(bench: Bench) -> None:
+    large_values_are_found(bench, "--check-for-spiky-loss", "loss")
+
+
+def large_gradients_are_found(bench: Bench) -> None:
+    large_values_are_found(bench, "--check-for-large-grads", "grad")
+
+
+def rejections_are_written(bench: Bench) -> None:
+    name = bench.save.with_name("rejected")
+    bench.text("--iterations", "5", "--save", str(bench.save), TRANSIENT, "--result-rejected-tracker-filename", str(name))
+    (file,) = name.parent.glob("rejected*")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["iteration"] for line in lines} == {3}
+    assert [line["status"] for line in lines][:2] == ["INITIAL_RUN", "FIRST_RERUN_NOT_REPRODUCIBLE"]
+
+
+def errors_are_injected_at_a_rate(bench: Bench) -> None:
+    assert "rerun:" not in bench.text("--iterations", "10")
+    assert "transient" in bench.text("--iterations", "10", "--error-injection-rate", "4")
+
+
+def errors_are_injected_of_a_type(bench: Bench) -> None:
+    for kind, code in (("transient_error", 0), ("persistent_error", 16), ("correct_result", 16)):
+        save = bench.save.with_name(kind)
+        injection = ("--error-injection-rate", "4", "--error-injection-type", kind)
+        assert bench.runs.run(1, "--iterations", "10", "--save", str(save), *injection).codes() == [code]
+
+
 EFFECTS: dict[str, Callable[[Bench], None]] = {
+    "--rerun-mode": the_mode_decides_what_a_rejection_does,
+    "--no-check-for-nan-in-loss-and-grad": nan_can_be_let_through,
+    "--check-for-spiky-loss": spiky_losses_are_found,
+    "--check-for-large-grads": large_gradients_are_found,
+    "--result-rejected-tracker-filename": rejections_are_written,
+    "--error-injection-rate": errors_are_injected_at_a_rate,
+    "--error-injection-type": errors_are_injected_of_a_type,
     "--enable-ft-package": sections_only_when_enabled,
     "--ft-num-warmup-iters": warmup_steps_are_outside,
     "--calc-ft-timeouts": limits_are_kept_beside_the_checkpoints,

@@ -160,7 +160,7 @@ def test_the_surviving_rank_says_in_one_line_that_another_is_gone(runs) -> None:
         ("--exit-signal KILL", "is no signal that can be caught"),
         ("--fault rank=0,iteration=5,kind=explode", "unknown kind"),
         ("--fault rank=1,iteration=5,kind=hang", "there is no rank 1 among 1"),
-        ("--rerun-mode disabled", "--rerun-mode is not available yet"),
+        ("--timing-log-level 1", "--timing-log-level is not available yet"),
         ("--ft-param-rank_section_timeouts=step:5", "is an option of rsup launch"),
         ("--save /proc/nowhere", "cannot save to /proc/nowhere"),
     ],

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import UsageError, now_us
+from rsup.worker.device_test.device_users import processes_on_gpus, ranks_with
 from rsup.worker.device_test.injected_fault import read_fault
 from rsup.worker.device_test.judging import Known, judge, learned
 from rsup.worker.device_test.one_device import Order
@@ -80,10 +81,12 @@ def main(argv: Sequence[str]) -> int:
     """Screen, print, and return the exit code. Raise `UsageError`."""
     arguments = parser().parse_args(list(argv))
     read_fault(arguments.fault)
-    held = dict(word.partition("=")[::2] for word in arguments.held.split(",") if word)
     chosen = choose(arguments, devices_here(arguments))
-    reports = [_held(device, held[device.uuid]) for device in chosen if device.uuid in held and not arguments.force]
-    free = [device for device in chosen if arguments.force or device.uuid not in held]
+    held = {} if arguments.force else _users(chosen, arguments.held)
+    reports = [
+        _no_report(device, f"{held[device.uuid]}: wait for its end, or --force") for device in chosen if device.uuid in held
+    ]
+    free = [device for device in chosen if device.uuid not in held]
     started_s = time.monotonic()
     if free and not arguments.json:
         print(f"screening {', '.join(device.uuid for device in free)} ...", file=sys.stderr, flush=True)
@@ -102,16 +105,14 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_CODES[overall(reports)]
 
 
-def _held(device: Chosen, job: str) -> DeviceReport:
-    return DeviceReport(
-        uuid=device.uuid,
-        outcome=SKIPPED,
-        reason=f"job {job} uses it: wait for its end, or --force",
-        node=this_host(),
-        model=device.model,
-        serial=device.serial,
-        at_us=now_us(),
-    )
+def _users(chosen: Sequence[Chosen], held: str) -> dict[str, str]:
+    """Who uses which device. `held`: what the store says, `UUID=JOB,...`."""
+    found = ranks_with(device.uuid for device in chosen if device.kind == "cpu")
+    if gpus := [device.uuid for device in chosen if device.kind == "cuda"]:
+        nvml = _begin_nvml()
+        found |= processes_on_gpus(nvml, gpus) if nvml is not None else {}
+    by_store = dict(word.partition("=")[::2] for word in held.split(",") if word)
+    return found | {device.uuid: f"job {by_store[device.uuid]} uses it" for device in chosen if device.uuid in by_store}
 
 
 # ------------------------------------------------------------------------------------------------------ which devices
@@ -152,14 +153,10 @@ def choose(arguments: argparse.Namespace, found: Sequence[Chosen]) -> list[Chose
 def _gpus() -> list[Chosen]:
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
         return []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # no bindings, no driver, no library
-        return []
-    found = []
+    nvml = _begin_nvml()
+    found: list[Chosen] = []
+    if nvml is None:
+        return found
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         try:
@@ -169,8 +166,18 @@ def _gpus() -> list[Chosen]:
         found.append(
             Chosen(_text(nvml.nvmlDeviceGetUUID(handle)), "cuda", _text(nvml.nvmlDeviceGetName(handle)), index, serial)
         )
-    nvml.nvmlShutdown()
     return found
+
+
+def _begin_nvml() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        return nvml
+    except Exception:  # no bindings, no driver, no library
+        return None
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,6 @@ other, one of them is wrong, and only a third opinion tells which: another like 
 `skipped`: nothing is proven against either.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -33,53 +32,42 @@ def record_key(report: DeviceReport) -> str:
 
 def judge(reports: Sequence[DeviceReport], records: Records) -> None:
     """Complete the reports, in place: what was compared with what, and the outcome."""
+    sound = {
+        (report.uuid, test.name): test.digest
+        for report in reports
+        for test in report.tests
+        if test.outcome == PASSED and test.digest
+    }
     for report in reports:
-        like = [other for other in reports if other is not report and other.likeness and other.likeness == report.likeness]
+        like = [other.uuid for other in reports if other is not report and other.likeness and other.likeness == report.likeness]
         known = records.get(record_key(report), {})
         for test in report.tests:
-            _compare(report, test, _results(like, test.name), known.get(test.name))
-    for report in reports:
+            others = {uuid: sound[uuid, test.name] for uuid in like if (uuid, test.name) in sound}
+            if (report.uuid, test.name) in sound:
+                _compare(report, test, others, known.get(test.name))
         if report.tests:
             report.outcome, report.reason = whole(report.tests)
 
 
-def _results(like: Sequence[DeviceReport], name: str) -> dict[str, str]:
-    """Digests of like devices that agree with themselves and with float64, by UUID."""
-    return {
-        report.uuid: test.digest
-        for report in like
-        for test in report.tests
-        if test.name == name and test.digest and _is_sound(test)
-    }
-
-
-def _is_sound(test: TestResult) -> bool:
-    """Nothing but a comparison with others speaks against it."""
-    return test.outcome == PASSED or bool(test.compared_with and test.reason.startswith(_OTHERS))
-
-
-_OTHERS = "like devices differ: "
-
-
 def _compare(report: DeviceReport, test: TestResult, others: Mapping[str, str], known: Known | None) -> None:
-    if test.outcome != PASSED or not test.digest:
+    """Each like device has one say: what it computes now, else what it computed before."""
+    before = [uuid for uuid in known.devices if uuid not in others] if known else []
+    test.compared_with += sorted(others) + ([RECORD] if before else [])
+    said: dict[str, list[str]] = {}
+    for uuid, digest in others.items():
+        said.setdefault(digest, []).append(uuid)
+    for uuid in before if known else ():
+        assert known is not None
+        earlier = "itself" if uuid == report.uuid else uuid
+        said.setdefault(known.digest, []).append(f"{earlier} before")
+    for_it = said.pop(test.digest, [])
+    against = max(said.values(), key=len, default=[])
+    if len(against) <= len(for_it):
         return
-    test.compared_with += sorted(others)
-    opinions = Counter(others.values())
-    witnesses = [uuid for uuid in known.devices if uuid != report.uuid and uuid not in others] if known else []
-    if known is not None and (witnesses or not others):
-        test.compared_with.append(RECORD)
-        opinions[known.digest] += max(1, len(witnesses)) if witnesses else 0
-    against = {digest: count for digest, count in opinions.items() if digest != test.digest}
-    if not against:
-        return
-    digest, count = max(against.items(), key=lambda item: item[1])
-    for_it = opinions[test.digest]
-    who = [uuid for uuid, other in sorted(others.items()) if other == digest] or ["what like devices computed before"]
-    named = f"{_OTHERS}{', '.join(who[:3])}{' and others' if len(who) > 3 else ''}"
-    if count >= 2 and for_it == 0:
-        test.outcome, test.reason = FAILED, f"{named}: {count} like devices agree against it"
-    elif count > for_it:
+    named = f"differs from {', '.join(sorted(against)[:3])}{' and others' if len(against) > 3 else ''}"
+    if len(against) > 1 and not for_it:
+        test.outcome, test.reason = FAILED, f"{named}, which agree with each other"
+    else:
         test.outcome, test.reason = SKIPPED, f"{named}, and nothing tells which is wrong: test a third like device"
 
 

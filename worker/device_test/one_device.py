@@ -51,7 +51,7 @@ def run(order: Order) -> DeviceReport:
     report.injected = fault is not None
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if order.kind == "cuda" and not torch.cuda.is_available():
         report.reason = "torch cannot use the GPU here"
         return report

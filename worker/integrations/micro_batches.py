@@ -12,6 +12,8 @@ import torch
 
 import rsup.worker
 from rsup.worker.device import this_device
+from rsup.worker.rerun.agreement import Agreement
+from rsup.worker.rerun.batches import is_same_batch
 from rsup.worker.rerun.contract import RerunConfig
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.state_machine import RerunStateMachine
@@ -38,7 +40,8 @@ class MicroBatches:
         object's `state_dict()`. `options`: of `RerunStateMachine`.
         """
         rank_device = options.pop("device", None) or this_device(device)
-        self.machine = RerunStateMachine(config, device=rank_device, torch_device=device, **options)
+        self.agreement = Agreement()
+        self.machine = RerunStateMachine(config, device=rank_device, torch_device=device, group=self.agreement.group, **options)
         self.machine.attach(module, optimizer, scaler=scaler)
         rsup.worker.device_used(rank_device.uuid)
         self._module = module
@@ -47,6 +50,7 @@ class MicroBatches:
         self._handed: deque[Any] = deque()
         self._data = RerunDataIterator(_Handed(self._handed), follows_progress=True)
         self._runs: list[Run] = []
+        self._kept: list[Any] = []
         self._pending_rng: bytes = b""
 
     def run(self, batch: Any, iteration: int, is_last: bool, run: Run, zero_grad: Callable[[], object], no_sync: NoSync) -> Any:
@@ -58,7 +62,8 @@ class MicroBatches:
         """
         if not self._runs:
             self._begin(iteration)
-        self._handed.append(batch)
+        if not self._is_kept(batch):
+            self._handed.append(batch)
         result = self._run(run)
         self._runs.append(run)
         if is_last:
@@ -72,12 +77,20 @@ class MicroBatches:
         return result
 
     def _begin(self, iteration: int) -> None:
-        self._handed.clear()  # a replay from a checkpoint has used what it kept instead
         if self._pending_rng:
             self.machine.replay_state.restore_rng_bytes(self._pending_rng)
             self._pending_rng = b""
+        self._kept = []
         if not self.machine.should_run_forward_backward(self._data, iteration):
             self._leave_if_asked()
+        self._kept = self._data.lend()  # of a replay from a checkpoint; else nothing has been taken yet
+
+    def _is_kept(self, batch: Any) -> bool:
+        """Whether a framework that resumes hands in what the replay takes from the checkpoint; else it is further on in its data,
+        and what it hands in now is for the next iteration.
+        """
+        place = len(self._runs)
+        return place < len(self._kept) and is_same_batch(self._kept[place], batch)
 
     def _run(self, run: Run) -> Any:
         result, loss = run(next(self._data))

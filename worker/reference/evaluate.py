@@ -8,18 +8,31 @@ from rsup.worker.reference.hooks import Sections
 from rsup.worker.reference.model import mean_loss
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
+from rsup.worker.rerun.state_machine import RerunStateMachine
 
 
-def evaluate(module: torch.nn.Module, validation: Text, options: Options, ranks: Ranks, sections: Sections) -> float:
-    """Mean cross entropy in nats per byte over `eval_iters` steps; the same samples every time. Collective."""
+def evaluate(
+    module: torch.nn.Module,
+    validation: Text,
+    options: Options,
+    ranks: Ranks,
+    sections: Sections,
+    rerun: RerunStateMachine,
+) -> float:
+    """Mean cross entropy in nats per byte over `eval_iters` steps; the same samples every time. Collective.
+
+    A wrong loss is warned of; nothing is replayed, and no training iteration is marked.
+    """
     total = torch.zeros((), dtype=torch.float64)
     module.eval()
     try:
         for step in range(options.eval_iters):
             first = step * options.samples_per_pass + ranks.rank * options.micro_batch_size
-            with sections.eval_step(), torch.no_grad():
+            with sections.eval_step(), torch.no_grad(), rerun.evaluation():
                 text = validation.samples(first, options.micro_batch_size).to(ranks.device)
-                total += mean_loss(module, text, options.bf16).double().cpu()
+                loss = mean_loss(module, text, options.bf16)
+                rerun.validate_loss(loss)
+                total += loss.double().cpu()
     finally:
         module.train()
     dist.all_reduce(total, group=ranks.control)

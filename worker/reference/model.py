@@ -95,3 +95,9 @@ def mean_loss(model: nn.Module, text: torch.Tensor, bf16: bool) -> torch.Tensor:
     with torch.autocast(text.device.type, torch.bfloat16, enabled=bf16):
         loss: torch.Tensor = model(text)
     return loss.float()
+
+
+def microbatch_loss(model: nn.Module, batch: dict[str, torch.Tensor], bf16: bool, device: torch.device) -> torch.Tensor:
+    """Loss of one of the loader's micro-batches, counted by the mean of its samples' weights: [], float32, on `device`."""
+    loss = mean_loss(model, batch["text"].to(device), bf16)
+    return loss * batch["weight"].to(device).mean()

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from rsup.supervisor.wire import UsageError
 from rsup.worker.exit_policy import ExitPlan, may_save_at
-from rsup.worker.faults import Fault, check_fault, parse_fault
+from rsup.worker.faults import Fault, check_fault, parse_any_fault
+from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.reference.optimizer_schedule import DECAY_STYLES
+from rsup.worker.rerun.contract import INJECTION_TYPES, ON_APPLICATION, ON_TRANSIENT, RERUN_MODES, RerunConfig, rerun_mode
 
 _STILL_TO_COME = """
-    --rerun-mode --error-injection-rate --error-injection-type --check-for-spiky-loss --check-for-large-grads
-    --no-check-for-nan-in-loss-and-grad --result-rejected-tracker-filename
     --inprocess-restart --inprocess-max-iterations --inprocess-monitor-thread-interval --inprocess-monitor-process-interval
     --inprocess-progress-watchdog-interval --inprocess-heartbeat-interval --inprocess-heartbeat-timeout
     --inprocess-soft-timeout --inprocess-hard-timeout --inprocess-barrier-timeout --inprocess-completion-timeout
@@ -139,10 +139,30 @@ class Options:
     calc_ft_timeouts: bool = _flag(False, "keep the calculated limits in ft_state.json beside the checkpoints")
     ft_num_warmup_iters: int = _flag(5, "first steps that are outside the section `step`", _not_negative)
 
+    rerun_mode: str = _flag("validate_results", "replay rejected iterations", str, choices=RERUN_MODES)
+    rerun_audit_interval: int | None = _flag(None, "iterations between audits, for --rerun-mode audit", _whole)
+    no_check_for_nan_in_loss_and_grad: bool = _flag(False, "do not look for NaN and Inf in losses and gradients")
+    check_for_spiky_loss: bool = _flag(False, "warn of a loss that is unexpectedly large")
+    check_for_large_grads: bool = _flag(False, "warn of gradients that are unexpectedly large")
+    error_injection_rate: int = _flag(0, "pretend an error about once in so many checks; 0: never", _not_negative)
+    error_injection_type: str = _flag("transient_error", "which error to pretend", str, choices=INJECTION_TYPES)
+    result_rejected_tracker_filename: str | None = _flag(
+        None, "rejected results are written here, a file a rank; iterations rejected twice in it are skipped", str
+    )
+    on_transient: str = _flag(
+        "continue", "after an error that did not come again: go on, or start again", str, choices=ON_TRANSIENT
+    )
+    on_application: str = _flag(
+        "exit", "after an error of data or program: exit with 17, or skip the iteration", str, choices=ON_APPLICATION
+    )
+    iterations_to_skip: tuple[int, ...] = _flag((), "iterations whose computation is left out, comma-separated", _iterations)
+
     device: str = _flag("auto", "cpu, or cuda (one GPU a local rank), or auto", str, choices=("auto", "cpu", "cuda"))
     deterministic_mode: bool | None = _flag(None, "bitwise repeatable results; default on the CPU")
     distributed_timeout_minutes: float = _flag(10.0, "time limit of a collective", _rate)
-    fault: tuple[Fault, ...] = _flag((), "inject a fault: rank=R,iteration=I,kind=K[,repeat]; may be repeated", parse_fault)
+    fault: tuple[Fault | NumericFault, ...] = _flag(
+        (), "inject a fault: rank=R,iteration=I,kind=K[,repeat] and others; may be repeated", parse_any_fault
+    )
 
     world_size: int = 1
     """From the environment, not an option."""
@@ -167,6 +187,22 @@ class Options:
     def save_dir(self) -> Path | None:
         """Where to save."""
         return Path(os.path.abspath(self.save)) if self.save else None
+
+    @property
+    def rerun_config(self) -> RerunConfig:
+        """What the rerun machine is to do."""
+        return RerunConfig(
+            mode=rerun_mode(self.rerun_mode),
+            error_injection_rate=self.error_injection_rate,
+            error_injection_type=self.error_injection_type,
+            check_for_nan_in_loss_and_grad=not self.no_check_for_nan_in_loss_and_grad,
+            check_for_spiky_loss=self.check_for_spiky_loss,
+            check_for_large_grads=self.check_for_large_grads,
+            result_rejected_tracker_filename=self.result_rejected_tracker_filename,
+            on_transient=self.on_transient,
+            on_application=self.on_application,
+            audit_interval=self.rerun_audit_interval or 0,
+        )
 
     @property
     def exit_plan(self) -> ExitPlan:
@@ -214,9 +250,9 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any, metada
         )
 
 
-def _fault(text: str) -> Fault:
+def _fault(text: str) -> Fault | NumericFault:
     try:
-        return parse_fault(text)
+        return parse_any_fault(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--fault ")) from None
 
@@ -264,5 +300,7 @@ def _check(options: Options) -> None:
         raise UsageError("--enable-ft-package needs --save")
     if options.calc_ft_timeouts and not options.enable_ft_package:
         raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
+    if (options.rerun_mode == "audit") != (options.rerun_audit_interval is not None):
+        raise UsageError("--rerun-mode audit and --rerun-audit-interval go together")
     for fault in options.fault:
         check_fault(fault, options.world_size, options.train_iters, lambda i: may_save_at(options.exit_plan, i))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,8 +13,9 @@ from torch._C._distributed_c10d import TCPStore
 
 import rsup.worker
 from rsup.supervisor.heartbeat_board import process_start_ticks
-from rsup.supervisor.places import boot_id
+from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import UsageError
+from rsup.worker.rerun.contract import RankDevice
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,19 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def device_uuid(device: torch.device, local_rank: int) -> str:
-    """Identity of the device in use, as the launcher's inventory spells it."""
+def rank_device(device: torch.device, local_rank: int) -> RankDevice:
+    """The device in use, as the launcher's inventory spells it: what it says in the environment, else what torch says."""
+    uuid, model, driver = f"CPU-{boot_id()}-{local_rank}", platform.machine(), ""
     if device.type == "cuda":
-        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return f"CPU-{boot_id()}-{local_rank}"
+        properties = torch.cuda.get_device_properties(device)
+        uuid, model, driver = f"GPU-{properties.uuid}", properties.name, torch.version.cuda or ""
+    return RankDevice(
+        uuid=os.environ.get("RSUP_DEVICE_UUID") or uuid,
+        node=this_host(),
+        model=os.environ.get("RSUP_DEVICE_MODEL") or model,
+        vbios=os.environ.get("RSUP_DEVICE_VBIOS", ""),
+        driver=os.environ.get("RSUP_DEVICE_DRIVER") or driver,
+    )
 
 
 def job_identity() -> tuple[str, int]:

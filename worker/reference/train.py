@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Options, sections: Sections) -> int:
     from rsup.worker.deterministic import make_deterministic  # torch is imported here: wrong usage was answered before it
-    from rsup.worker.reference.ranks import choose_device, device_uuid, joined
+    from rsup.worker.reference.ranks import choose_device, joined, rank_device
     from rsup.worker.reference.trainer import Trainer
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -41,9 +41,10 @@ def _run(options: Options, sections: Sections) -> int:
     deterministic = options.deterministic_mode if options.deterministic_mode is not None else device.type == "cpu"
     if deterministic:
         make_deterministic()
-    rsup.worker.device_used(device_uuid(device, local_rank))
+    mine = rank_device(device, local_rank)
+    rsup.worker.device_used(mine.uuid)
     with joined(device, options.distributed_timeout_minutes * 60) as ranks:
-        trainer = Trainer(options, ranks, sections, deterministic)
+        trainer = Trainer(options, ranks, sections, deterministic, mine)
         exit_code = trainer.train()
         digest = trainer.digest()
     if ranks.rank == 0:

@@ -1,9 +1,6 @@
 """The training loop. The order of one pass is the seed's: finalise an asynchronous save, step, log, evaluate, decide."""
 
-import contextlib
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,19 +10,21 @@ from torch.nn.parallel import DistributedDataParallel
 import rsup.worker
 from rsup.supervisor.places import runtime_dir
 from rsup.supervisor.wire import Limits
-from rsup.worker.checkpoint import Checkpointer, SaveResult, find_whole_checkpoint
-from rsup.worker.checkpoint_directory import CheckpointDirectory, CheckpointError, Owner
+from rsup.worker.checkpoint import Checkpointer, SaveResult, claim_for_all, find_whole_checkpoint
+from rsup.worker.checkpoint_directory import CheckpointDirectory, CheckpointError
+from rsup.worker.corruption import Corruption
 from rsup.worker.deterministic import parameter_digest, rank_order_hook
 from rsup.worker.exit_policy import Decision, decide
-from rsup.worker.faults import FaultPlan
+from rsup.worker.faults import FaultPlan, StrikeMarks
 from rsup.worker.reference.agreement import Agreement, ExitSignal
+from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule
 from rsup.worker.reference.data import load_text
 from rsup.worker.reference.evaluate import evaluate
 from rsup.worker.reference.hooks import Sections, read_ft_state, write_ft_state
-from rsup.worker.reference.model import GPT, mean_loss
-from rsup.worker.reference.optimizer_schedule import LearningRate
+from rsup.worker.reference.interval_log import IntervalLog
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks, job_identity
+from rsup.worker.reference.rerun_states import layout, load_state, save_beside, state_tensor
 from rsup.worker.reference.state import (
     Progress,
     model_tensors,
@@ -35,12 +34,18 @@ from rsup.worker.reference.state import (
     rng_tensor,
     seed_for,
 )
+from rsup.worker.reference.training_step import TrainingStep
+from rsup.worker.rerun.contract import Exit, RankDevice
+from rsup.worker.rerun.data_iterator import RerunDataIterator
+from rsup.worker.rerun.skip_list import iterations_to_skip
+from rsup.worker.rerun.state_machine import RerunStateMachine
+from rsup.worker.rerun.tracker import read_trackers
 
 
 class Trainer:
     """One rank of a run. Everything here is on the training thread; methods that say so are collective."""
 
-    def __init__(self, options: Options, ranks: Ranks, sections: Sections, deterministic: bool) -> None:
+    def __init__(self, options: Options, ranks: Ranks, sections: Sections, deterministic: bool, device: RankDevice) -> None:
         self.options = options
         self.ranks = ranks
         self.sections = sections
@@ -54,11 +59,25 @@ class Trainer:
         self.ddp = DistributedDataParallel(
             self.module, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None
         )
-        if deterministic:
-            self.ddp.register_comm_hook(None, rank_order_hook)
         self.schedule = make_schedule(options)
-        job_key, attempt = job_identity()
+        self._job = job_key, attempt = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
+        marks = StrikeMarks(marker_dir(options), job_key)
+        corruption = Corruption(options.fault, ranks.rank, device.uuid, marks, self.module)
+        self.rerun = RerunStateMachine(
+            options.rerun_config,
+            device=device,
+            torch_device=ranks.device,
+            group=ranks.control,
+            ledger_folder=options.save_dir,
+            seed=options.seed,
+            injected=bool(options.fault),
+        )
+        self.rerun.attach(self.ddp, self.optimizer, hook=rank_order_hook if deterministic else None)
+        self._loader = make_loader(self.training, options, ranks.rank)
+        data = RerunDataIterator(self._loader)
+        self._step = TrainingStep(options, self.ddp, self.optimizer, ranks.device, data, self.rerun, corruption, sections)
+        self._to_skip: frozenset[int] = frozenset()
         self._directory = CheckpointDirectory(options.save_dir, options.keep_checkpoints) if options.save_dir else None
         self._checkpointer = self._make_checkpointer(job_key, attempt)
         self._exit_signal = ExitSignal(options.exit_signal) if options.exit_signal_handler else None
@@ -75,6 +94,7 @@ class Trainer:
         if self.options.async_save:
             self.sections.on_async_save()
         self._resume()
+        self._to_skip = self._agree_on_skips()
         self._faults.at_start()
         try:
             return self._loop()
@@ -87,48 +107,51 @@ class Trainer:
         self._interval.restart()
         while self.progress.iteration < self.options.train_iters:
             self._finalise(wait=False)
-            self._iterate()
+            leave = self._iterate()
+            if leave.should_exit:
+                return self._leave_unfinished(leave)
             decision = decide(self.options.exit_plan, self._agreement.ask(self.progress.iteration), self.progress.iteration)
             self._carry_out(decision)
             if decision.leave:
                 return self._leave(decision.reason)
         return self._leave("")
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> Exit:
+        """Compute the next iteration, or only take its data if it is to be skipped. Where the answer says to exit, it is not
+        completed."""
         iteration = self.progress.iteration + 1
         rsup.worker.set_iteration(iteration)
+        self.rerun.data_position["consumed_samples"] = self.progress.consumed_samples
         lr = self.schedule.at(self.progress.consumed_samples)
-        with self.sections.training_step():
-            self._faults.at_step(iteration)
-            loss, grad_norm = self._train_step(lr)
+        leave, loss, grad_norm = Exit(False, False, 0), None, None
+        if iteration in self._to_skip:
+            self._step.skip(iteration)
+            self.warn(f"iteration {iteration} is skipped, as asked")
+        else:
+            with self.sections.training_step():
+                self._faults.at_step(iteration)
+                leave, loss, grad_norm = self._step.run(iteration, lr)
+            if leave.should_exit:
+                return leave
         self.progress = Progress(iteration, self.progress.consumed_samples + self.options.global_batch_size)
         self._interval.add(loss)
         if iteration % self.options.log_interval == 0 or self._interval.is_first:
             self._log(lr, grad_norm)
         if iteration % self.options.eval_interval == 0:
             self._evaluate()
+        return leave
 
-    def _train_step(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-        options = self.options
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.ranks.device)
-        for micro in range(options.num_microbatches):
-            is_last = micro == options.num_microbatches - 1
-            with contextlib.nullcontext() if is_last else self.ddp.no_sync():
-                loss = mean_loss(self.ddp, self._microbatch(micro), options.bf16) / options.num_microbatches
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        limit = options.clip_grad or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
-        self.optimizer.step()
-        return total, grad_norm
-
-    def _microbatch(self, micro: int) -> torch.Tensor:
-        options = self.options
-        first = self.progress.consumed_samples + micro * options.samples_per_pass + self.ranks.rank * options.micro_batch_size
-        return self.training.samples(first, options.micro_batch_size).to(self.ranks.device)
+    def _agree_on_skips(self) -> frozenset[int]:
+        """Iterations that the command line, or what earlier runs rejected, leaves out. Rank 0 reads for all."""
+        found: list[list[int]] = [list(self.options.iterations_to_skip)]
+        tracker = self.options.result_rejected_tracker_filename
+        if tracker and self.ranks.rank == 0:
+            trackers = read_trackers(tracker)
+            if trackers.complaint:
+                self.warn(trackers.complaint)
+            found[0] += iterations_to_skip(trackers.records)
+        dist.broadcast_object_list(found, src=0, group=self.ranks.control)
+        return frozenset(found[0])
 
     # --------------------------------------------------------------------------------------------------- what is said
 
@@ -143,8 +166,9 @@ class Trainer:
             print(f"warning: {text}", file=sys.stderr, flush=True)
             rsup.worker.note("warning", text)
 
-    def _log(self, lr: float, grad_norm: torch.Tensor) -> None:
+    def _log(self, lr: float, grad_norm: torch.Tensor | None) -> None:
         options, progress = self.options, self.progress
+        skipped = self._interval.take_num_skipped()
         sums = torch.tensor([self._interval.take_loss()], dtype=torch.float64)
         dist.all_reduce(sums, group=self.ranks.control)
         width = len(str(options.train_iters))
@@ -152,14 +176,15 @@ class Trainer:
             f" iteration {progress.iteration:{width}d}/{options.train_iters} | consumed samples: {progress.consumed_samples} | "
             f"elapsed time per iteration (ms): {self._interval.take_elapsed_ms():.1f} | learning rate: {lr:.6E} | "
             f"global batch size: {options.global_batch_size} | lm loss: {float(sums) / self.ranks.world_size:.6E} | "
-            f"grad norm: {float(grad_norm):.3f} |"
+            f"grad norm: {float('nan') if grad_norm is None else float(grad_norm):.3f} |"
+            + (f" number of skipped iterations: {skipped} |" if skipped else "")
         )
 
     def _evaluate(self) -> None:
         if not self.options.eval_iters:
             return
         with self._interval.paused():
-            loss = evaluate(self.module, self.validation, self.options, self.ranks, self.sections)
+            loss = evaluate(self.module, self.validation, self.options, self.ranks, self.sections, self.rerun)
         self.say(f" validation loss at iteration {self.progress.iteration} | lm loss value: {loss:.6E} |")
 
     # --------------------------------------------------------------------------------------------------- checkpoints
@@ -167,17 +192,7 @@ class Trainer:
     def _make_checkpointer(self, job_key: str, attempt: int) -> Checkpointer | None:
         if self._directory is None:
             return None
-        outcome: list[Owner | CheckpointError | None] = [None]
-        if self.ranks.rank == 0:
-            try:
-                outcome = [self._directory.claim(job_key, attempt)]
-            except CheckpointError as error:
-                outcome = [error]
-        dist.broadcast_object_list(outcome, src=0, group=self.ranks.saving)
-        owner = outcome[0]
-        if isinstance(owner, CheckpointError):
-            raise owner
-        assert owner is not None
+        owner = claim_for_all(self._directory, job_key, attempt, self.ranks.saving)
         return Checkpointer(self._directory, owner, self.ranks.saving, self._faults.while_saving, _report_commit)
 
     def _resume(self) -> None:
@@ -195,6 +210,10 @@ class Trainer:
         tensors = model_tensors(self.module, self.optimizer)
         self.progress = restore(found, tensors, self.options, self.ranks, self.training.digest, self.warn)
         self._durable_iteration = self.progress.iteration if load_dir == self.options.save_dir else -1
+        self._loader.seek(self.progress.iteration, self.progress.consumed_samples)
+        state = load_state(found, self.options, self.ranks, self.warn)
+        if state is not None and (ignored := self.rerun.load_state_dict(state)):
+            self.warn(ignored)
         self.sections.on_checkpoint_loaded()
         if self.ranks.rank == 0:
             rsup.worker.resumed(self.progress.iteration, str(found.path), self._read_ft_state(found.path.parent))
@@ -215,7 +234,10 @@ class Trainer:
         assert self._checkpointer is not None
         self._faults.at_save(self.progress.iteration)
         tensors = model_tensors(self.module, self.optimizer) | rng_tensor(self.ranks)
+        state = self.rerun.state_dict()
+        tensors |= state_tensor(state, self.ranks.rank)
         record = progress_record(self.progress, self.options, self.training.digest)
+        record |= {"layout": layout(self.options), "has_open_case": state["pending"] is not None}
         self._report(self._checkpointer.save(self.progress.iteration, tensors, record))
 
     def _finalise(self, wait: bool) -> None:
@@ -275,6 +297,36 @@ class Trainer:
             return 1
         return 0
 
+    def _leave_unfinished(self, leave: Exit) -> int:
+        """The way out in the middle of an iteration, whose numbers were rejected: parameters are as before it."""
+        iteration = self.progress.iteration + 1
+        what = "another device has to run it" if leave.should_checkpoint else "its numbers were rejected"
+        if leave.should_checkpoint:
+            with self.sections.checkpointing():
+                self._keep_for_rerun()
+        self._finalise(wait=True)
+        self.say(f"leaving at iteration {iteration} with {leave.exit_code}: {what}")
+        self._agreement.close_requests(self.progress.iteration)
+        rsup.worker.declare_exit(leave.exit_code, f"iteration {iteration}: {what}")
+        return leave.exit_code
+
+    def _keep_for_rerun(self) -> None:
+        """Checkpoint the completed iterations with the rerun machine's state. A durable checkpoint of them stays as it is: what
+        another device needs then goes beside it."""
+        if self._checkpointer is None or self.options.save_dir is None:
+            self.warn("there is no --save: the iteration cannot be kept for another device, training begins anew")
+            return
+        self._finish_save()
+        if self._durable_iteration != self.progress.iteration:
+            self._save()
+            self._finish_save()
+            return
+        tensors = state_tensor(self.rerun.state_dict(), self.ranks.rank)
+        folder = CheckpointDirectory(self.options.save_dir).folder(self.progress.iteration)
+        error = save_beside(folder, tensors, self._job, self.options, self.ranks)
+        if error:
+            self.warn(f"the iteration's data could not be kept beside {folder}: {error}")
+
     def digest(self) -> str:
         """SHA-256 of the parameters; warns if the ranks differ. Collective."""
         mine = parameter_digest(self.module)
@@ -284,90 +336,6 @@ class Trainer:
         if different:
             self.warn(f"parameters of ranks {different} differ from those of rank 0")
         return mine
-
-
-class IntervalLog:
-    """Loss and time since the last log line; saves and evaluations do not count as time."""
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._num_logged = 0
-        self._count = 0
-        self._spent_s = 0.0
-        self._since_s = time.monotonic()
-
-    def restart(self) -> None:
-        """Begin an interval now."""
-        self._spent_s, self._count = 0.0, 0
-        self._since_s = time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time of what is inside."""
-        self._spent_s += time.monotonic() - self._since_s
-        try:
-            yield
-        finally:
-            self._since_s = time.monotonic()
-
-    def add(self, loss: torch.Tensor) -> None:
-        """One iteration more."""
-        self._losses.append(loss)
-        self._count += 1
-
-    @property
-    def is_first(self) -> bool:
-        """Nothing has been logged by this process."""
-        return self._num_logged == 0
-
-    def take_loss(self) -> float:
-        """Mean loss of this rank since the last call; waits for the device."""
-        mean = float(torch.stack(self._losses).double().mean())
-        self._losses.clear()
-        self._num_logged += 1
-        return mean
-
-    def take_elapsed_ms(self) -> float:
-        """Mean time of an iteration since the last call, in milliseconds."""
-        elapsed_s = self._spent_s + time.monotonic() - self._since_s
-        count = max(self._count, 1)
-        self.restart()
-        return elapsed_s / count * 1e3
-
-
-def make_model(options: Options) -> GPT:
-    """The model that the options describe, freshly initialised from torch's generator."""
-    return GPT(
-        options.num_layers,
-        options.hidden_size,
-        options.num_attention_heads,
-        options.seq_length,
-        options.attention_dropout,
-        options.hidden_dropout,
-    )
-
-
-def make_optimizer(module: torch.nn.Module, options: Options) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
-
-
-def make_schedule(options: Options) -> LearningRate:
-    """The learning rate that the options describe."""
-    decay_samples = options.lr_decay_samples or options.train_iters * options.global_batch_size
-    return LearningRate(
-        lr=options.lr,
-        min_lr=options.min_lr,
-        warmup_init=options.lr_warmup_init,
-        warmup_samples=options.lr_warmup_samples,
-        decay_samples=decay_samples,
-        decay_style=options.lr_decay_style,
-        wsd_decay_samples=options.lr_wsd_decay_samples or 0,
-    )
 
 
 def marker_dir(options: Options) -> Path | None:

@@ -66,7 +66,8 @@ class Tolerances:
         for check in sorted(dict.fromkeys(name for one in compared for name in one.differences), key=reduction_of):
             if is_echo(check, first_odd):
                 continue
-            seen = [each[check] for one in compared for each in (one.differences, one.in_place) if check in each]
+            known = [each[check] for one in compared for each in (one.differences, one.in_place) if check in each]
+            seen = [math.inf if math.isnan(value) else value for value in known]
             limit = min(LEARN_AT_MOST, 10 * max(statistics.median_low(seen), self[check], 1e-6))
             self._seen[check] = max([self._seen.get(check, 0.0), *(value for value in seen if value <= limit)])
             if any(value > limit for value in seen):
@@ -94,22 +95,25 @@ def judge_audit(compared: Sequence[Compared], tolerances: Tolerances, axis: Repl
     agrees, and others agree with one another. Or when it alone does not reproduce its own values in place.
     """
     mismatches = _without_echoes([(one, tolerances.mismatches(one)) for one in compared])
-    off = [one for one, checks in mismatches if checks]
+    off = [(one, checks) for one, checks in mismatches if checks]
     if not off:
         return None
-    reason = _what_differs([(one, checks) for one, checks in mismatches if checks])
+    reason = _what_differs(off)
+    pairs: dict[tuple[int, int], bool] = {}  # data's replica, and where it ran -> all its members agree
+    for one, checks in mismatches:
+        pair = (axis.replica_of(one.rank), axis.replica_of(one.ran_on))
+        pairs[pair] = pairs.get(pair, True) and not checks
+    bad = [set(pair) for pair, agrees in pairs.items() if not agrees]
+    agreeing = {replica for pair, agrees in pairs.items() if agrees for replica in pair}
+    common = set.intersection(*bad)
     restless = {axis.replica_of(one.rank) for one in compared if one.differs_in_place}
-    pairs = [{axis.replica_of(one.rank), axis.replica_of(one.ran_on)} for one in off]
-    common = set.intersection(*pairs)
     if len(restless) == 1 and restless <= common:
         accused = axis.replicas[restless.pop()]
         text = f"{reason}; {_named(accused)} does not reproduce its own values in place"
         return Judgement("transient", text, accused, suspect_of=axis.replica_size)
     if restless:
         return Judgement("undecided", f"{reason}; values differ in place too, not on one device alone")
-    good = [one for one, checks in mismatches if not checks]
-    agreeing = {axis.replica_of(rank) for one in good for rank in (one.rank, one.ran_on)}
-    others = set().union(*pairs) - common
+    others = set().union(*bad) - common
     if len(common) == 1 and len(others) >= 2 and common.isdisjoint(agreeing) and others & agreeing:
         accused = axis.replicas[common.pop()]
         text = f"{reason}; {_named(accused)} differs in each comparison, and the others agree"
@@ -161,7 +165,7 @@ class Audit:
     def begin(self, payload: Payload, num_batches: tuple[int, ...]) -> Payload | str:
         """Hand the data on, each time to another device: the payload to run here, or why it cannot be. Collective."""
         counts = dict(gather((dist.get_rank(), num_batches), self._group))
-        self._shift = 1 + self.num_done % (self.axis.size - 1)
+        self._shift = audit_shift(self.axis.size, self.num_done)
         if any(counts[rank] != counts[self.axis.next_of(rank, self._shift)] for rank in self.axis.ranks):
             return "the ranks took different numbers of batches"
         try:
@@ -190,6 +194,14 @@ class Audit:
 
     def _differs(self, in_place: Mapping[str, float]) -> bool:
         return any(not value <= self.tolerances[check] for check, value in in_place.items())
+
+
+def audit_shift(size: int, number: int) -> int:
+    """How far the number-th audit (from 0) moves data along an axis of that size: each time to other devices, and never such that
+    two devices swap theirs, if that can be helped: both comparisons of a broken one would then be with the same peer.
+    """
+    shifts = [shift for shift in range(1, size) if 2 * shift != size] or [1]
+    return shifts[number % len(shifts)]
 
 
 def compare(

@@ -29,6 +29,24 @@ def copy_batch(batch: Any) -> Any:
     return _copy(batch, copies)
 
 
+def is_same_batch(a: Any, b: Any) -> bool:
+    """Whether two batches have the same tensors, bit for bit (without any: whether they are equal)."""
+    tensors, others = list(_tensors(a, set())), list(_tensors(b, set()))
+    if not tensors and not others:
+        return bool(a == b)
+    return len(tensors) == len(others) and all(map(_is_same_tensor, tensors, others))
+
+
+def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b.to(a.device)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, _PLAIN):
         return value

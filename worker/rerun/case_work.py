@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import rsup.worker
 from rsup.supervisor.heartbeat_board import process_start_ticks
-from rsup.supervisor.wire import CaseFinding
+from rsup.supervisor.wire import CaseFinding, CaseReport
 from rsup.worker.rerun.agreement import Agreement
 from rsup.worker.rerun.contract import Judgement, RankDevice, RerunConfig, RotatedOutcome
 from rsup.worker.rerun.ledger import Ledger
@@ -31,6 +31,8 @@ class CaseWork:
         self.case: OpenCase | None = None
         self.closing = Closing("continue")
         """What followed the last verdict."""
+        self.last_report: CaseReport | None = None
+        """What was said last of a case; the same on all ranks."""
         self._config = config
         self._agreement = agreement
         self._device = device
@@ -118,11 +120,11 @@ class CaseWork:
         """Tell a case in which nothing fatal failed; training does not wait for it. Collective."""
         case = self.case
         assert case is not None
+        goes_on = Closing("continue")
+        report = make_report(case, judgement, goes_on, self._devices, data_position=data_position, injected=self._injected)
+        self.last_report = report
         if self._agreement.rank == 0:
-            report = make_report(
-                case, judgement, Closing("continue"), self._devices, data_position=data_position, injected=self._injected
-            )
-            self.say(_sentence(case, judgement, Closing("continue")))
+            self.say(_sentence(case, judgement, goes_on))
             rsup.worker.report_case(report, 0)
         self.case = None
 
@@ -144,16 +146,11 @@ class CaseWork:
         assert case is not None
         devices = {rank: self._accused_device(rank) for rank in self._devices}
         problem = ""
+        report = make_report(
+            case, judgement, closing, devices, is_open=is_open, data_position=data_position, injected=self._injected
+        )
+        self.last_report = report
         if self._agreement.rank == 0:
-            report = make_report(
-                case,
-                judgement,
-                closing,
-                devices,
-                is_open=is_open,
-                data_position=data_position,
-                injected=self._injected,
-            )
             self.say(_sentence(case, judgement, closing))
             if report.verdict:
                 problem = self._ledger.add(case.case_id, report.verdict, case.iteration, report.reason)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+import rsup.worker
+from rsup.worker.device import this_device
 from rsup.worker.rerun.agreement import Agreement
 from rsup.worker.rerun.built_in import BuiltInRules
 from rsup.worker.rerun.case_work import CaseWork
@@ -34,7 +36,8 @@ class Parts:
         self.config = config
         self.agreement = Agreement(group)
         rank = self.agreement.rank
-        self.device = device or RankDevice(f"rank-{rank}")
+        self.device = device or this_device(torch_device)
+        rsup.worker.device_used(self.device.uuid)
         self.torch_device = torch_device
         self.replay_state = ReplayState(torch_device)
         self.large = LargeValues()

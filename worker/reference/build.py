@@ -1,0 +1,57 @@
+"""Makes the parts of a run that its options describe."""
+
+import torch
+
+from rsup.worker.numeric_faults import poisons
+from rsup.worker.reference.data import Text
+from rsup.worker.reference.micro_batches import MicroBatches
+from rsup.worker.reference.model import GPT
+from rsup.worker.reference.optimizer_schedule import LearningRate
+from rsup.worker.reference.options import Options
+
+
+def make_model(options: Options) -> GPT:
+    """The model that the options describe, freshly initialised from torch's generator."""
+    return GPT(
+        options.num_layers,
+        options.hidden_size,
+        options.num_attention_heads,
+        options.seq_length,
+        options.attention_dropout,
+        options.hidden_dropout,
+    )
+
+
+def make_optimizer(module: torch.nn.Module, options: Options) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps, fused=True)
+
+
+def make_schedule(options: Options) -> LearningRate:
+    """The learning rate that the options describe."""
+    decay_samples = options.lr_decay_samples or options.train_iters * options.global_batch_size
+    return LearningRate(
+        lr=options.lr,
+        min_lr=options.min_lr,
+        warmup_init=options.lr_warmup_init,
+        warmup_samples=options.lr_warmup_samples,
+        decay_samples=decay_samples,
+        decay_style=options.lr_decay_style,
+        wsd_decay_samples=options.lr_wsd_decay_samples or 0,
+    )
+
+
+def make_loader(text: Text, options: Options, rank: int) -> MicroBatches:
+    """That rank's micro-batches of the training split."""
+    return MicroBatches(
+        text,
+        rank,
+        options.micro_batch_size,
+        options.samples_per_pass,
+        options.global_batch_size,
+        poisons(options.fault, rank),
+    )

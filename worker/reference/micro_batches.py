@@ -1,0 +1,61 @@
+"""The loader: one rank's micro-batches, in order, from a position of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rsup.worker.reference.data import Text
+
+Batch = dict[str, torch.Tensor]
+
+
+class MicroBatches:
+    """Endless iterator of `{"text": [batch, sequence + 1] int64, "weight": [batch] float32}`, on the CPU.
+
+    A weight is how much the sample counts in the loss: 1, or NaN where `is_poisoned(iteration)` says that the data of this
+    rank are bad. The position is the next sample of the whole job; `state_dict` holds it, and `seek` goes to another.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        rank: int,
+        micro_batch_size: int,
+        samples_per_pass: int,
+        global_batch_size: int,
+        is_poisoned: Callable[[int], bool],
+    ) -> None:
+        self._text = text
+        self._offset = rank * micro_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._samples_per_pass = samples_per_pass
+        self._global_batch_size = global_batch_size
+        self._is_poisoned = is_poisoned
+        self.seek(0, 0)
+
+    def seek(self, iteration: int, consumed_samples: int) -> None:
+        """Go on after so many completed iterations and the samples they took."""
+        self._iteration = iteration
+        self._since = self._next = consumed_samples
+
+    def __iter__(self) -> "MicroBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        done = self._next - self._since
+        iteration = self._iteration + done // self._global_batch_size + 1
+        text = self._text.samples(self._next + self._offset, self._micro_batch_size)
+        weight = torch.ones(self._micro_batch_size)
+        if done % self._global_batch_size == 0 and self._is_poisoned(iteration):
+            weight[0] = float("nan")
+        self._next += self._samples_per_pass
+        return {"text": text, "weight": weight}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: plain numbers."""
+        return {"iteration": self._iteration, "since": self._since, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go where `state_dict` was taken."""
+        self._iteration, self._since, self._next = int(state["iteration"]), int(state["since"]), int(state["next"])
