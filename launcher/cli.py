@@ -38,6 +38,7 @@ class Verb:
 
 
 _QUERY = "rsup.supervisor.query_cli"
+_HARDWARE = "rsup.supervisor.hardware.hardware_cli"
 
 VERBS = {
     "launch": Verb("run a training script, one process a rank, and keep it alive", "rsup.launcher.launch_verb"),
@@ -48,6 +49,8 @@ VERBS = {
     "report": Verb("tell how a job went, for people", _QUERY, wants_name=True),
     "stacks": Verb("show the stacks that were taken of a job's ranks", _QUERY, wants_name=True),
     "cases": Verb("show rerun cases: wrong results, what replays made of them, verdicts", "rsup.supervisor.case_cli"),
+    "devices": Verb("show devices and their history, and decide about them", _HARDWARE, wants_name=True),
+    "nodes": Verb("the same of nodes", _HARDWARE, wants_name=True),
     "checkpoint": Verb("ask a job for a checkpoint", _QUERY, wants_name=True),
     "stop": Verb("ask a job to save and end", _QUERY, wants_name=True),
     "fence": Verb("declare a node dead that does not answer", _QUERY, wants_name=True),

@@ -84,6 +84,8 @@ def carry_out(turn: Turn, left: FollowUp | Rerun) -> None:
         level = "warning" if left.verdict.restart else "error"
         data: dict[str, object] = {"case_id": saved.case_id, "tried": saved.tried, "accused": saved.accused}
         turn.log(left.event, f"case {saved.case_id}: {left.verdict.reason}", level, data=data)
+        if left.verdict.restart:
+            turn.tell(f"case {saved.case_id}: {left.verdict.reason}")
     if left.gives_up:
         close_undecided(turn, case, left.gives_up)
     elif is_open(case):
@@ -114,6 +116,9 @@ def settle_cases(turn: Turn) -> None:
             close_undecided(turn, case, f"attempt {case.told_in} ended in the middle of it{_why(state)}")
         elif not held:
             close_undecided(turn, case, f"attempt {case.told_in} ended before its checkpoint was durable{_why(state)}")
+        elif case.sent_in == state.attempt and not state.store_bound:  # no rank of that attempt was started
+            kept = [entry for entry in saved.placements if entry["attempt"] != state.attempt]
+            put_case(turn, replace(case, saved=replace(saved, placements=kept), num_reruns=case.num_reruns - 1))
         elif not case.avoid:
             put_case(turn, replace(case, avoid=where_tried(state, case)))
 
@@ -139,16 +144,9 @@ def begin_cases(turn: Turn) -> None:
     """An attempt begins, its agents have their ranks: those of open cases repeat their iteration in it."""
     state = turn.state
     for case in state.cases:
-        waiting = any(entry["to"] == "" for entry in case.saved.placements)
-        done = [entry for entry in case.saved.placements if entry["to"] != ""]
-        placements = [*done, *_placements(turn, case)][-MAX_PLACEMENTS:]
-        case = replace(
-            case,
-            saved=replace(case.saved, placements=placements),
-            sent_in=state.attempt,
-            num_reruns=case.num_reruns + (not waiting),
-        )
-        put_case(turn, case)
+        placements = [*case.saved.placements, *_placements(turn, case)][-MAX_PLACEMENTS:]
+        saved = replace(case.saved, placements=placements)
+        put_case(turn, replace(case, saved=saved, sent_in=state.attempt, num_reruns=case.num_reruns + 1))
 
 
 def _placements(turn: Turn, case: Case) -> list[dict[str, object]]:
@@ -181,7 +179,7 @@ def placed(turn: Turn, rank: int, device: str) -> None:
         index = next(
             (i for i, e in enumerate(entries) if (e["attempt"], e["rank"], e["to"]) == (state.attempt, rank, "")), None
         )
-        if not is_open(case) or index is None:
+        if index is None:
             continue
         tried = case.saved.tried.get(str(rank), [])
         returned = device in tried
@@ -199,7 +197,7 @@ def where_tried(state: JobState, case: Case) -> list[AvoidedDevice]:
     """What the case's ranks must avoid: the devices that computed its iteration, and, where an agent could not do better than
     bring a rank back to one of these, all of that node."""
     saved = case.saved
-    reason = f"it computed iteration {saved.iteration} of case {saved.case_id}, which was rejected"
+    reason = f"iteration {saved.iteration} was rejected there (case {saved.case_id})"
     avoid = [AvoidedDevice(device, reason, rank=rank) for rank, devices in _tried(saved).items() for device in devices]
     for entry in saved.placements:
         if entry["how"] == "the same device again":

@@ -182,8 +182,14 @@ def _saved(state: JobState, fact: CaseReported, before: CaseSaved | None) -> Cas
         data_position=report.data_position,
         found_by=report.found_by[:40],
         injected=report.injected,
-        placements=before.placements if before is not None else [],
+        placements=[_with_device(one, findings) for one in (before.placements if before is not None else [])],
     )
+
+
+def _with_device(placement: dict[str, object], findings: list[CaseFinding]) -> dict[str, object]:
+    """A placement of which the ranks know where it went, told by the rank itself or not."""
+    there = next((one.elsewhere_device for one in findings if one.rank == placement["rank"] and one.elsewhere_device), "")
+    return {**placement, "to": there} if placement["to"] == "" and there else placement
 
 
 def _first(findings: list[CaseFinding]) -> CaseFinding | None:

@@ -205,8 +205,11 @@ class Turns:
     def _requests(self) -> list[OperatorRequest | HardwareRequest]:
         taken: list[OperatorRequest | HardwareRequest] = []
         for request, future in self._server.take_requests():
-            assert isinstance(request, OperatorRequest | HardwareRequest)
-            taken.append(replace(request, reply=_both(request.reply, future)))
+            if isinstance(request, HardwareRequest):
+                taken.append(replace(request, reply=_both(request.reply, future)))
+            else:
+                assert isinstance(request, OperatorRequest)
+                taken.append(replace(request, reply=_both(request.reply, future)))
         return taken
 
     def _bind_rest(self, settings: Settings) -> RestThread | None:

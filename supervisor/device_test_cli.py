@@ -49,7 +49,7 @@ def main(argv: Sequence[str], keep: Keep | None = None) -> int:
             more += ["--replay-missing", _why_no_replay(sources, case)]
         code = subprocess.run(_command([*words, *more]), env=_environment()).returncode
         reports: list[Json] = json.loads(results.read_bytes()) if results.exists() else []
-    for report in reports:
+    for report in (report for report in reports if report["was_tried"]):
         _keep(report, folder, own["--reason"], keep if accepts_injected or not report["injected"] else None)
     return code
 

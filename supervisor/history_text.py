@@ -124,7 +124,7 @@ def offenders_text(answer: Json, width: int | None) -> str:
     else:
         parts.append("nothing failed in more than one independent episode")
     if answer["lemons"]:
-        rows = [
+        again = [
             [
                 _name(row),
                 row["state"],
@@ -136,8 +136,8 @@ def offenders_text(answer: Json, width: int | None) -> str:
             ]
             for row in answer["lemons"]
         ]
-        headings = ("AFTER REPAIR", "STATE", "REPAIRS", "RETURNED", "FAILED", "DAYS", "WHY")
-        parts += ["", table(headings, rows, width, right=(2, 5))]
+        of_lemons = ("AFTER REPAIR", "STATE", "REPAIRS", "RETURNED", "FAILED", "DAYS", "WHY")
+        parts += ["", table(of_lemons, again, width, right=(2, 5))]
     else:
         parts.append("nothing failed again after a repair")
     return "\n".join(parts)

@@ -126,8 +126,11 @@ class Loop:
             if state.spec.listen:
                 self._listen_again(state)
             batch.decide(state, Recovered(self.info.instance))
+        hardware = self._book.turn(batch)
         try:
+            hardware.recovered()
             self._commit(batch)
+            self._book.keep(hardware)
         except StoreError as error:  # what the outboxes hold was committed before, and may be sent
             self._store_failed(error, [])
         self._perform(batch)

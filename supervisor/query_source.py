@@ -327,6 +327,11 @@ class Sources:
         self._noted = ""
         self._notes: set[str] = set()
 
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody has named the supervisor: then the store here is not meant in its place."""
+        return bool(self._url)
+
     def read(self, question: Callable[[Source], Answer]) -> Answer:
         """The answer to `question`."""
         try:

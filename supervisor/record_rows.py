@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Table, bindparam, select, update
+from sqlalchemy import Connection, Table, bindparam, case, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rsup.supervisor import tables
@@ -63,6 +63,9 @@ _GROWING: tuple[tuple[Table, tuple[str, ...], str], ...] = (
 )
 """Tables of which some columns keep what they had first, or which an older record does not write over."""
 
+_IDENTITY = ("model", "serial", "board", "pci_bus_id", "vbios", "driver")
+"""What a rank that says which device it uses does not tell again."""
+
 _jobs = tables.jobs.c
 _find_job = select(_jobs.id).where(
     _jobs.cluster == bindparam("k_cluster"),
@@ -100,7 +103,8 @@ class RecordWriter:
         for table, keep, newer in _GROWING:
             self._statements[table] = self._upsert(table, keep=keep, newer=newer)
         for table in (tables.nodes, tables.job_nodes, tables.devices):
-            self._statements[table] = self._upsert(table, keep=("first_us",), newer="at_us")
+            filled = _IDENTITY if table is tables.devices else ()
+            self._statements[table] = self._upsert(table, keep=("first_us",), newer="at_us", filled=filled)
         self._statements[tables.placements] = self._upsert(tables.placements, keep=("from_us", "to_us"))
 
     def write(self, connection: Connection, records: Sequence[Record]) -> dict[JobKey, int]:
@@ -168,11 +172,14 @@ class RecordWriter:
         else:
             rows.setdefault(_PLAIN[type(record)], []).append(row)
 
-    def _upsert(self, table: Table, keep: tuple[str, ...] = (), newer: str = "") -> Any:
-        """Insert, or write over all columns but `keep`; with `newer` only if that column does not shrink."""
+    def _upsert(self, table: Table, keep: tuple[str, ...] = (), newer: str = "", filled: tuple[str, ...] = ()) -> Any:
+        """Insert, or write over all columns but `keep`; with `newer` only if that column does not shrink. An empty text does
+        not write over what stands in a column of `filled`."""
         statement = self._insert(table)
         keys = [column.name for column in table.primary_key]
-        values = {column.name: statement.excluded[column.name] for column in table.c}
+        values: dict[str, Any] = {column.name: statement.excluded[column.name] for column in table.c}
+        for name in filled:
+            values[name] = case((statement.excluded[name] == "", table.c[name]), else_=statement.excluded[name])
         values = {name: value for name, value in values.items() if name not in keys and name not in keep}
         condition = statement.excluded[newer] >= table.c[newer] if newer else None
         return statement.on_conflict_do_update(index_elements=keys, set_=values, where=condition)

@@ -10,7 +10,9 @@ from typing import Protocol
 from rsup.supervisor import principals, wire
 from rsup.supervisor.agent_links import beat_row
 from rsup.supervisor.database import reader_engine
+from rsup.supervisor.hardware.verbs import VerbRequest
 from rsup.supervisor.loop import Loop, OperatorReply
+from rsup.supervisor.loop_inputs import HardwareReply
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.app import make_app
 from rsup.supervisor.rest.context import Change, ChangeReply, RestContext
@@ -32,6 +34,8 @@ class RunningLoop(Protocol):
     def submit(
         self, job: JobKey, kind: str, principal: str, reason: str, *, node: str = "", dry_run: bool = False
     ) -> "Future[OperatorReply]": ...
+
+    def change_hardware(self, request: VerbRequest) -> "Future[HardwareReply]": ...
 
     def counters(self) -> Mapping[str, float]: ...
 
@@ -56,6 +60,7 @@ def serve(
         tokens=principals.read_tokens(state),
         live=LoopView(turns),
         allowed_hosts=server.allowed_hosts,
+        change_hardware=turns.change_hardware,  # type: ignore[arg-type]
     )
     server.start(make_app(context))
     return server.stop

@@ -202,7 +202,7 @@ def record_text(record: Json, max_lines: int = 40) -> str:
         f"GPU {identity['model'] or 'of unknown model'}, serial {identity['serial'] or 'unknown'}, {identity['uuid']}",
         f"board {identity['board'] or '-'}, VBIOS {identity['vbios'] or '-'}, driver {identity['driver'] or '-'}",
         f"in {seat.get('node') or identity['node'] or '-'} at {seat.get('pci_bus_id') or identity['pci_bus_id'] or '-'}",
-        f"state {state['state']} since {moment_text(state['since'])}: {state['reason'] or '-'}",
+        f"state {state['state'].replace('_', ' ')} since {moment_text(state['since'])}: {state['reason'] or '-'}",
         f"used for {record['use']['hours']:g} h; {record['num_evidence']} pieces of evidence, {len(record['cases'])} cases",
         "",
         "Evidence (newest first):",

@@ -12,6 +12,8 @@ durable. Faults are a trainer's option, off by default; nothing here is reachabl
     hang-in-checkpoint       sleep for ever at the start of the save after that iteration
     sigkill-in-checkpoint    SIGKILL while the save after that iteration is being written
     hang-at-start            sleep for ever before the first step; takes no iteration
+
+`pass=N` moves a kind of the step to the head of the N-th pass of the iteration: 2 is the replay in place of a rerun.
 """
 
 import ctypes
@@ -47,11 +49,13 @@ class Fault:
     iteration: int = 0
     exit_code: int = 0
     repeat: bool = False
+    pass_number: int = 1
 
     def __str__(self) -> str:
         kind = f"exit={self.exit_code}" if self.kind == "exit" else self.kind
         when = f"iteration={self.iteration}," if self.iteration else ""
-        return f"rank={self.rank},{when}kind={kind}"
+        later = f",pass={self.pass_number}" if self.pass_number != 1 else ""
+        return f"rank={self.rank},{when}kind={kind}{later}"
 
 
 def parse_any_fault(text: str) -> Fault | NumericFault:
@@ -67,8 +71,8 @@ def parse_fault(text: str) -> Fault:
         key, _, value = part.strip().partition("=")
         if key == "kind" and value.startswith("exit="):
             key, value = "exit", value.removeprefix("exit=")
-        elif key not in ("rank", "iteration", "kind", "exit", "repeat"):
-            raise UsageError(f"--fault {text}: unknown key {key!r}; use rank=R,iteration=I,kind=K[,repeat]")
+        elif key not in ("rank", "iteration", "kind", "exit", "repeat", "pass"):
+            raise UsageError(f"--fault {text}: unknown key {key!r}; use rank=R,iteration=I,kind=K[,pass=N][,repeat]")
         if key in values or (key != "repeat" and not value) or (key == "repeat" and value):
             raise UsageError(f"--fault {text}: {key!r} is given twice, or has no value, or takes none")
         values[key] = value
@@ -84,7 +88,10 @@ def parse_fault(text: str) -> Fault:
     exit_code = _number(text, values, "exit") if kind == "exit" else 0
     if exit_code > 255:
         raise UsageError(f"--fault {text}: an exit code is at most 255")
-    return Fault(rank, kind, iteration, exit_code, "repeat" in values)
+    pass_number = _number(text, values, "pass") if "pass" in values else 1
+    if pass_number < 1 or (pass_number > 1 and kind not in STEP_KINDS):
+        raise UsageError(f"--fault {text}: pass= is 1 or more, and of a fault in the step")
+    return Fault(rank, kind, iteration, exit_code, "repeat" in values, pass_number)
 
 
 def _number(text: str, values: dict[str, str], key: str) -> int:
@@ -145,9 +152,9 @@ class FaultPlan:
         """Setup is nearly done; no step has run."""
         self._strike(START_KINDS, 0)
 
-    def at_step(self, iteration: int) -> None:
-        """Inside the step of that iteration, before it computes."""
-        self._strike(STEP_KINDS, iteration)
+    def at_step(self, iteration: int, pass_number: int = 1) -> None:
+        """Inside the step of that iteration, before its N-th pass computes."""
+        self._strike(STEP_KINDS, iteration, pass_number)
 
     def at_save(self, iteration: int) -> None:
         """The save after that iteration begins, on the training thread."""
@@ -158,9 +165,10 @@ class FaultPlan:
         if point == "written":
             self._strike(("sigkill-in-checkpoint",), iteration)
 
-    def _strike(self, kinds: Sequence[str], iteration: int) -> None:
+    def _strike(self, kinds: Sequence[str], iteration: int, pass_number: int = 1) -> None:
         for fault in self._armed:
-            if fault.kind in kinds and fault.iteration == iteration and (fault.repeat or self._marks.first_time(fault)):
+            is_now = fault.kind in kinds and fault.iteration == iteration and fault.pass_number == pass_number
+            if is_now and (fault.repeat or self._marks.first_time(fault)):
                 print(f"rank {fault.rank}: injected fault: {fault}", file=sys.stderr, flush=True)
                 _perform(fault)
 

@@ -121,6 +121,27 @@ class BookTurn:
         claim = (uuid, agent_id)
         return self.claims[claim] if claim in self.claims else self._book.contested.get(claim, "")
 
+    def recovered(self) -> None:
+        """The supervisor has started anew: jobs hear what has changed while none ran. Their agents will say `Hello` again."""
+        for state in list(self._live_jobs()):
+            for agent_id, agent in state.agents.items():
+                now = self._batch.get(state.key)
+                if agent.role is Role.GONE or now is None:
+                    continue
+                self._remember(agent_id, agent)
+                self._batch.decide(now, self._known_of(agent_id, agent.info.node, agent.devices))
+
+    def _remember(self, agent_id: str, agent: AgentState) -> None:
+        """What an agent's `Hello` had told of its devices, as far as seats tell it."""
+        boards = [uuid for uuid in dict.fromkeys(agent.devices) if not is_stand_in(uuid)]
+        known = {one.uuid: one for one in self._open_seats(boards, [], "\0")} if boards else {}
+        for uuid in boards:
+            sits = known.get(uuid)
+            if sits is not None and sits.node != agent.info.node and self._is_alive(uuid, sits.node):
+                self.claims[uuid, agent_id] = f"{uuid} is alive on node {sits.node}"
+            elif sits is not None:
+                self._find_record(uuid, sits.serial, boards)
+
     def _open_saved(self, key: Key) -> SubjectSaved | None:
         mine = self.dossiers.get(key)
         return self._book.open.get(key) if mine is None else mine.saved if is_open(mine.saved) else None

@@ -16,6 +16,8 @@ Two people who change one device at once: a request that names the version it wa
 is over, and one that finds its work done by somebody else is told by whom.
 """
 
+from datetime import UTC, datetime
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -78,8 +80,8 @@ def ask(dossier: Dossier, request: VerbRequest, last: TransitionSaved | None, po
     if request.verb in ("flag", "note", "tested", "sighted"):
         return _told(dossier, request, policy, now_us)
     after = _CHANGES[request.verb](saved, request, policy, now_us)
-    word = f"{request.principal}: {request.reason}"
-    rows = transition(saved, after, now_us, request.verb, principal=request.principal, reason=one_line(word, MAX_REASON_CHARS))
+    reason = one_line(request.reason, MAX_REASON_CHARS)
+    rows = transition(saved, after, now_us, request.verb, principal=request.principal, reason=reason)
     return Verdict("done", _says(saved, after, request), replace(dossier, saved=after), rows)
 
 
@@ -141,8 +143,9 @@ def _by(saved: SubjectSaved, last: TransitionSaved | None) -> str:
     """Who changed it last, and what."""
     if last is None:
         return f"version {saved.version}, {saved.reason}"
-    who = last.principal or f"by {last.verb}"
-    return f"version {last.version}, {last.verb} by {who}: {last.reason}" if last.principal else f"{who}: {last.reason}"
+    who = f"{last.verb} by {last.principal}" if last.principal else f"by {last.verb}"
+    when = datetime.fromtimestamp(last.at_us / 1e6, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"version {last.version}, {who} at {when}: {last.reason}"
 
 
 # -------------------------------------------------------------------------------------------------------------- changes

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 
 from rsup.supervisor import hardware_views
+from rsup.supervisor.device_selector import find_device, find_node
+from rsup.supervisor.hardware import standing_views
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
-from rsup.supervisor.rest.paging import Limit, NameCursor, page
+from rsup.supervisor.rest.paging import Limit, Name, NameCursor, page
 from rsup.supervisor.rest.problems import documented
 
 router = APIRouter(responses=documented(401, 404, 422, 503))
@@ -18,10 +20,10 @@ Json = dict[str, Any]
 
 
 @router.get("/nodes", tags=["nodes"])
-def list_nodes(context: Context, asker: Asker, limit: Limit = 100, cursor: NameCursor = "") -> Json:
-    """Nodes by name."""
+def list_nodes(context: Context, asker: Asker, limit: Limit = 100, cursor: NameCursor = "", state: Name = "") -> Json:
+    """Nodes by name, only those in `state` if given."""
     with context.reading() as connection:
-        return page(*hardware_views.list_nodes(connection, after=cursor, limit=limit))
+        return page(*hardware_views.list_nodes(connection, after=cursor, limit=limit, state=state))
 
 
 @router.get("/nodes/{name}", tags=["nodes"])
@@ -32,14 +34,36 @@ def node_detail(context: Context, asker: Asker, name: Named) -> Json:
 
 
 @router.get("/devices", tags=["devices"])
-def list_devices(context: Context, asker: Asker, limit: Limit = 100, cursor: NameCursor = "") -> Json:
-    """Devices by UUID, with the rank that uses each now."""
+def list_devices(
+    context: Context, asker: Asker, limit: Limit = 100, cursor: NameCursor = "", state: Name = "", node: Name = ""
+) -> Json:
+    """Devices by UUID, with state and the rank that uses each now; only those in `state`, on `node`, if given."""
     with context.reading() as connection:
-        return page(*hardware_views.list_devices(connection, after=cursor, limit=limit))
+        return page(*hardware_views.list_devices(connection, after=cursor, limit=limit, state=state, node=node))
 
 
 @router.get("/devices/{uuid}", tags=["devices"])
 def device_detail(context: Context, asker: Asker, uuid: Named) -> Json:
-    """One device with the ranks that used it and the incidents on it."""
+    """One device (a UUID or its beginning, a serial, `NODE:PCI`, `NODE:INDEX`) with its state, what led to it, the ranks that
+    used it and the incidents on it."""
     with context.reading() as connection:
-        return hardware_views.device_detail(connection, uuid)
+        return hardware_views.device_detail(connection, find_device(connection, uuid).uuid)
+
+
+@router.get("/devices/{uuid}/evidence", tags=["devices"])
+def device_evidence(context: Context, asker: Asker, uuid: Named, limit: Limit = 100, cursor: NameCursor = "") -> Json:
+    """What speaks for or against a device, the newest first; what moves no state says why."""
+    with context.reading() as connection:
+        found = find_device(connection, uuid)
+        name = standing_views.record_of(connection, "device", found.uuid, found.serial)
+        same = {"cursor": cursor, "limit": limit, "may_read": asker.may_read}
+        return page(*standing_views.list_evidence(connection, "device", name, **same))  # type: ignore[arg-type]
+
+
+@router.get("/nodes/{name}/evidence", tags=["nodes"])
+def node_evidence(context: Context, asker: Asker, name: Named, limit: Limit = 100, cursor: NameCursor = "") -> Json:
+    """The same of a node."""
+    with context.reading() as connection:
+        same = {"cursor": cursor, "limit": limit, "may_read": asker.may_read}
+        found = standing_views.list_evidence(connection, "node", find_node(connection, name), **same)  # type: ignore[arg-type]
+        return page(*found)

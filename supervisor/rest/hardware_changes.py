@@ -26,7 +26,7 @@ router = APIRouter(responses=documented(401, 403, 404, 409, 422, 503))
 Named = Annotated[str, Path(max_length=300, pattern=r"^[^\x00-\x1f]+$")]
 Verb = Annotated[str, Path(pattern="^(flag|note|quarantine|allow|repair|release|retire|tested|import)$")]
 Json = dict[str, Any]
-STATUS_OF = {"refused": 422, "conflict": 409, "forbidden": 403, "busy": 503}
+STATUS_OF = {"refused": 409, "conflict": 409, "forbidden": 403, "busy": 503}
 
 
 class Sighting(BaseModel):
@@ -76,7 +76,15 @@ def change_node(context: Context, asker: Asker, name: Named, verb: Verb, body: H
 
 
 def _change(
-    context: RestContext, asker: Principal, kind: str, name: str, verb: str, body: HardwareBody, *, serial: str = "", node: str = ""
+    context: RestContext,
+    asker: Principal,
+    kind: str,
+    name: str,
+    verb: str,
+    body: HardwareBody,
+    *,
+    serial: str = "",
+    node: str = "",
 ) -> Json:
     request = VerbRequest(
         kind=kind,

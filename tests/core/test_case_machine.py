@@ -7,6 +7,7 @@ from rsup.supervisor import wire
 from rsup.supervisor.actions import FoundEvidence, Record
 from rsup.supervisor.case_followup import MAX_RERUNS, MAX_RESTARTS, MAX_RETURNS
 from rsup.supervisor.case_machine import MAX_OPEN
+from rsup.supervisor.events import AgentHeard, AgentSilent
 from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.records import CaseSaved
 from rsup.supervisor.rendezvous import resumed_job
@@ -323,6 +324,30 @@ def test_reruns_of_a_case_have_a_cap() -> None:
     tell(driver, report("", "elsewhere", rank=0, device=f"g{MAX_RERUNS}"))
     leave(driver, 16)
     assert ended(driver).exit_code == 16 and f"{MAX_RERUNS} reruns" in ended(driver).reason and saved(driver).verdict == ""
+
+
+def test_reruns_are_counted_though_no_rank_says_where_it_is() -> None:
+    driver = nodes("g0 +g1")
+    for _ in range(MAX_RERUNS):
+        tell(driver, report("", "elsewhere", rank=0, device="g0"))
+        leave(driver, 16)
+        driver.start()
+    tell(driver, report("", "elsewhere", rank=0, device="g0"))
+    leave(driver, 16)
+    assert ended(driver).exit_code == 16 and f"{MAX_RERUNS} reruns" in ended(driver).reason
+
+
+def test_a_start_that_was_given_up_is_no_rerun() -> None:
+    driver = nodes("g0 +g1", "g2 +g3")
+    tell(driver, report("", "elsewhere", device="g2"))
+    leave(driver, 16)
+    driver.feed(AgentSilent("b", 20.0))
+    assert driver.state.phase is Phase.FORMING and "StartAbandoned" in driver.kinds()
+    driver.feed(AgentHeard("b", driver.state.epoch, 0))
+    assert driver.state.attempt == 3
+    start(driver, {1: "g3"})
+    assert [(one["attempt"], one["to"]) for one in saved(driver).placements] == [(3, "g3")]
+    assert driver.state.cases[0].num_reruns == 1
 
 
 def test_an_accused_device_that_cannot_be_left_out_ends_the_job() -> None:

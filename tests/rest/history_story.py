@@ -108,7 +108,9 @@ def moves(subject: str, *steps: tuple[float, str, str], kind: str = "device", **
     before = "clear"
     for version, (when, after, verb) in enumerate(steps, 1):
         person = "root" if verb in ("quarantine", "repair", "release", "retire", "allow") else ""
-        change = TransitionSaved(kind, subject, version, at(when), before, after, f"because of {verb}", person, verb, "rsup-1/some")
+        change = TransitionSaved(
+            kind, subject, version, at(when), before, after, f"because of {verb}", person, verb, "rsup-1/some"
+        )
         records.append(change)
         before = after
     when, state, verb = steps[-1]

@@ -65,7 +65,9 @@ def test_nothing_overflows() -> None:
 
 @pytest.fixture
 def connection(store: SqlStore) -> Iterator[Connection]:
-    store.commit([record for number, uuid in enumerate(FLEET) for record in device(uuid, 0, f"n{number // 8}", f"{number % 8:02}")])
+    store.commit(
+        [record for number, uuid in enumerate(FLEET) for record in device(uuid, 0, f"n{number // 8}", f"{number % 8:02}")]
+    )
     engine = reader_engine(store.database)
     with engine.connect() as opened:
         yield opened
@@ -157,7 +159,9 @@ def test_failures_of_the_application_are_left_out_unless_named(store: SqlStore, 
 def test_a_node_explains_what_its_devices_share(store: SqlStore, connection: Connection) -> None:
     for number in range(8):
         store.commit(run(f"f{number}", number * 10 * HOUR, 4.0, on(16 + number, number), "failed"))
-    store.commit([r for n in range(60) for r in run(f"s{n}", n * 10 * HOUR, 9.0, on(n % 8, 8 + n % 8, 24 + n % 8), "succeeded")])
+    store.commit(
+        [r for n in range(60) for r in run(f"s{n}", n * 10 * HOUR, 9.0, on(n % 8, 8 + n % 8, 24 + n % 8), "succeeded")]
+    )
     found = common_devices(connection, failed_since_us=at(-1), now_us=at(NOW))
     assert found["nodes"][0]["node"] == "n2" and found["nodes"][0]["failures"] == 8
     assert found["nodes"][0]["probability"] > 0.9 > 0.05 > found["devices"][0]["probability"]

@@ -159,7 +159,9 @@ def test_a_repair_settles_what_was_before(told: Open) -> None:
 
 def test_suspicion_without_weight_counts_from_its_state(told: Open) -> None:
     """Rules without weight (an Xid of programs) lead to suspicion by repetition."""
-    answer = touched(told(boards(), family(), [evidence(B, 7, "xid", "13", weight=0.0)], moves(B, (20, "suspect", "evidence"))), B)
+    answer = touched(
+        told(boards(), family(), [evidence(B, 7, "xid", "13", weight=0.0)], moves(B, (20, "suspect", "evidence"))), B
+    )
     assert answer["since"] == iso(at(20)) and answer["why"] == "suspect: because of evidence"
 
 

@@ -104,7 +104,7 @@ def test_an_unknown_device_is_one_line(connection: Connection, selector: str) ->
 def test_a_beginning_of_several_uuids_is_ambiguous(store: SqlStore) -> None:
     store.commit([*device(A, 0), *device(A.replace("1111", "2222"), 0, pci="2b")])
     engine = reader_engine(store.database)
-    with engine.connect() as connection, pytest.raises(AmbiguousHardware, match="may be any of .*write more of it"):
+    with engine.connect() as connection, pytest.raises(AmbiguousHardware, match=r"may be any of .*write more of it"):
         find_device(connection, "GPU-aaaa")
     engine.dispose()
 
@@ -167,7 +167,9 @@ def test_strangers_see_of_a_job_its_public_part(connection: Connection) -> None:
 
 
 def test_the_story_of_a_node(store: SqlStore) -> None:
-    store.commit([*whole(), evidence("n1", 60, "hang", "step", kind="node"), *moves("n1", (60, "suspect", "evidence"), kind="node")])
+    store.commit(
+        [*whole(), evidence("n1", 60, "hang", "step", kind="node"), *moves("n1", (60, "suspect", "evidence"), kind="node")]
+    )
     engine = reader_engine(store.database)
     with engine.connect() as connection:
         found = timeline(connection, "n1", kind="node")

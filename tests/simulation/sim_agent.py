@@ -52,7 +52,8 @@ class SimAgent:
         self.ranks: list[SimRank] = []
         self.facts: list[wire.AnyFact] = []
         """All that it ever put into its spool."""
-        self.starts: list[int] = []
+        self.starts: list[tuple[int, int]] = []
+        """Run and attempt of each."""
         self.welcomed = False
         self.job_id, self.run = "", 0
         self.instance = ""
@@ -130,7 +131,7 @@ class SimAgent:
                 pass
 
     def _spawn(self, command: wire.StartAttempt) -> None:
-        self.starts.append(command.attempt)
+        self.starts.append((command.run, command.attempt))
         assert not any(rank.alive for rank in self.ranks)
         pids = tuple(self.world.next_pid() for _ in range(command.num_ranks))
         placed = place(VisibleList(), self.info.devices, command.num_ranks, command.avoid, command.first_rank)

@@ -24,12 +24,13 @@ KINDS = ("persistent", "application", "skip", "transient", "transient-restart", 
 @dataclass
 class CaseFault:
     """A result that is rejected: `persistent` wherever `device` computes `iteration`, else once, on `rank`. `stubborn`: every
-    device gives another bad value, so nothing ever decides it."""
+    device gives another bad value, so nothing ever decides it. `dies`: the rank is killed in the middle, each time."""
 
     kind: str
     rank: int
     iteration: int
     device: str = ""
+    dies: bool = False
     struck: bool = False
 
 
@@ -85,9 +86,14 @@ class CaseScript:
 
     def _open(self, fault: CaseFault, rank: int) -> None:
         training = self.training
-        case_id = f"job-a{training.attempt}-i{training.iteration}"
+        start = training.ranks[0].agent.state.start
+        assert start is not None
+        case_id = f"job.{start.run}-a{training.attempt}-i{training.iteration}"
         pending = Pending(fault, case_id, rank, training.iteration)
         self._tell(self._report(pending))
+        if fault.dies:
+            victim = training.ranks[rank]
+            victim.agent.die(victim, 137, signal=9, after_s=REPLAY_S / 2)
         self._later(REPLAY_S, lambda: self._replayed(pending))
 
     def _replayed(self, pending: Pending) -> None:

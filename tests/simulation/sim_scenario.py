@@ -72,7 +72,8 @@ class Scenario:
         for _ in range(0 if self.quiet else rng.choice([0, 0, 0, 1, 1, 2])):
             rank = rng.randrange(num_ranks)
             device = f"GPU-node-a{rank // self.ranks_per_node}-{rank % self.ranks_per_node}"
-            self.plan.cases.append(CaseFault(rng.choice(KINDS), rank, rng.randint(1, self.plan.num_iterations), device))
+            iteration, dies = rng.randint(1, self.plan.num_iterations), rng.random() < 0.15
+            self.plan.cases.append(CaseFault(rng.choice(KINDS), rank, iteration, device, dies))
         return rng.choice([0, 0, 1, 2])
 
     def _spec(self) -> JobSpec:

@@ -45,7 +45,9 @@ def close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-6 * abs(other)
 
 
-def train(ddp: DistributedDataParallel, rank: int, sync_each: bool, keep: bool, checks: GradientChecks | None = None) -> list:
+def train(
+    ddp: DistributedDataParallel, rank: int, sync_each: bool, keep: bool, checks: GradientChecks | None = None
+) -> list[Any]:
     """Four iterations of two micro-batches; the reduced gradients of each, and the norms."""
     seen: list[Any] = []
     for iteration in range(4):
@@ -160,7 +162,7 @@ def check_a_corrupted_gradient_names_its_rank_under_ddp_and_fsdp(rank: int, size
     for kind in ("ddp", "fsdp"):
         for bad in (float("nan"), float("inf"), 1e36):
             model = make_model()
-            wrapped: nn.Module = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+            wrapped: Any = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
             checks = GradientChecks()
             checks.attach(wrapped)
 
@@ -194,7 +196,8 @@ def check_fsdp_norms_are_local_by_module_and_results_are_unchanged(rank: int, si
             attach.attach(model)
         for number in range(2):
             model(batch_of(rank, number)).square().sum().backward()
-        return [parameter.grad.full_tensor() for parameter in model.parameters()]
+        gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+        return [gradient.full_tensor() for gradient in gradients]
 
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
         checks = GradientChecks()

@@ -122,7 +122,8 @@ class Training:
         self.gradients.attach(self.ddp)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.corrupt: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient
-        self.model.first.weight.register_hook(lambda gradient: self.corrupt(gradient))
+        weight: Any = self.model.first.weight
+        weight.register_hook(lambda gradient: self.corrupt(gradient))
         torch.manual_seed(100 + rank)
         random.seed(rank)
         self.rng = capture_rng()

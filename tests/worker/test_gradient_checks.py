@@ -41,7 +41,9 @@ def test_three_ranks_read_local_norms_and_reduce_as_before(runs) -> None:
         ([], torch.float32, 0.0),
     ],
 )
-def test_finite_gradients_have_a_finite_norm_and_huge_ones_a_huge_one(numbers: list, dtype: torch.dtype, norm: float) -> None:
+def test_finite_gradients_have_a_finite_norm_and_huge_ones_a_huge_one(
+    numbers: list[float], dtype: torch.dtype, norm: float
+) -> None:
     got = local_norms([torch.tensor(numbers, dtype=dtype), torch.ones(2)])
     assert got.dtype == torch.float64 and got[1] == pytest.approx(math.sqrt(2))
     assert float(got[0]) == pytest.approx(norm, rel=0.01)

@@ -1,5 +1,9 @@
 """Hugging Face's `Trainer` under the rerun machine: whole runs, real values corrupted."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,7 @@ def run(
         save_strategy="no",
         report_to=[],
         use_cpu=True,
+        ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
         disable_tqdm=True,
         seed=3,
         eval_strategy="steps" if evaluate else "no",
@@ -116,6 +121,30 @@ def test_a_fault_of_the_data_ends_the_job_or_is_left_out(tmp_path: Path, monkeyp
     assert '"application"' in (tmp_path / "rerun-verdicts.jsonl").read_text()
 
 
+def test_two_ranks_rotate(tmp_path: Path) -> None:
+    """One rank's device lies whenever it computes: found by the other one's, without a checkpoint or a restart."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    verdict = json.loads((tmp_path / "faulty" / "rerun-verdicts.jsonl").read_text().splitlines()[-1])
+    assert verdict["verdict"] == "persistent" and verdict["reason"].startswith("rank 1:"), ended.stderr
+    assert all((tmp_path / name).exists() for name in ("same-0", "same-1", "left-0-16", "left-1-16")), ended.stderr
+
+
+def two_ranks(folder: Path) -> None:
+    """One of two processes."""
+    rank = os.environ["RANK"]
+    os.environ["RSUP_DEVICE_UUID"] = f"GPU-{rank}"
+    undisturbed, _, _ = run(folder / "healthy")
+    healed, _, _ = run(folder / "healed", strike=lambda n: n == 5 and rank == "1")
+    if healed == undisturbed:
+        (folder / f"same-{rank}").touch()
+    try:
+        run(folder / "faulty", strike=lambda n: n >= 5 and rank == "1")
+    except SystemExit as left:
+        (folder / f"left-{rank}-{left.code}").touch()
+
+
 def test_back_ends_that_step_in_backward_are_refused() -> None:
     class Accelerator:
         distributed_type = "DistributedType.DEEPSPEED"
@@ -125,3 +154,7 @@ def test_back_ends_that_step_in_backward_are_refused() -> None:
 
     with pytest.raises(RerunError, match="DEEPSPEED"):
         add_rerun(Trainer())
+
+
+if __name__ == "__main__":
+    two_ranks(Path(sys.argv[1]))

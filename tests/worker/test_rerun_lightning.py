@@ -1,5 +1,9 @@
 """Lightning's `Trainer` under the rerun machine: whole runs, real values corrupted."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,7 @@ class Loader:
 
 
 def make_model(strike: Any = None) -> Any:
-    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layers = torch.nn.Sequential(
@@ -81,7 +85,8 @@ def run(
         max_steps=STEPS,
         accumulate_grad_batches=2,
         accelerator="cpu",
-        devices=1,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy="ddp" if "WORLD_SIZE" in os.environ else "auto",
         default_root_dir=folder,
         callbacks=[rerun_callback(RerunConfig(**config)), lightning.callbacks.ModelCheckpoint(dirpath=folder, save_top_k=0)],
         logger=False,
@@ -140,6 +145,30 @@ def test_a_fault_of_the_data_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert '"application"' in (tmp_path / "rerun-verdicts.jsonl").read_text()
 
 
+def test_two_ranks_rotate(tmp_path: Path) -> None:
+    """One rank's device lies whenever it computes: found by the other one's, without a checkpoint or a restart."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    verdict = json.loads((tmp_path / "faulty" / "rerun-verdicts.jsonl").read_text().splitlines()[-1])
+    assert verdict["verdict"] == "persistent" and verdict["reason"].startswith("rank 1:"), ended.stderr
+    assert all((tmp_path / name).exists() for name in ("same-0", "same-1", "left-0-16", "left-1-16")), ended.stderr
+
+
+def two_ranks(folder: Path) -> None:
+    """One of two processes."""
+    rank = os.environ["RANK"]
+    os.environ["RSUP_DEVICE_UUID"] = f"GPU-{rank}"
+    undisturbed, _, _ = run(folder / "healthy")
+    healed, _, _ = run(folder / "healed", strike=lambda n: n == 5 and rank == "1")
+    if healed == undisturbed:
+        (folder / f"same-{rank}").touch()
+    try:
+        run(folder / "faulty", strike=lambda n: n >= 5 and rank == "1")
+    except SystemExit as left:
+        (folder / f"left-{rank}-{left.code}").touch()
+
+
 def test_loops_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
     model = make_model()
     model.automatic_optimization = False
@@ -148,3 +177,7 @@ def test_loops_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(RerunError, match="automatic optimization"):
         trainer.fit(model, Loader())
+
+
+if __name__ == "__main__":
+    two_ranks(Path(sys.argv[1]))

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0].size}x{row[0].replica_size}-{sorted(row[1])}-{row[3]}")
-def test_the_outcome_table(row: tuple) -> None:
+def test_the_outcome_table(row: tuple[Any, ...]) -> None:
     axis, flagged, shift, changed, verdict, accused, data_dependent, another, word = row
     findings = findings_of(len(axis.ranks), *flagged)
     judgement = judge(findings, outcomes_of(axis, shift, **changed), axis)
@@ -184,7 +185,7 @@ def test_state_that_differs_is_corrupted_state_and_names_who_was_outvoted() -> N
         ([("loss", 2.0, False), ("grad", 3.0, False), ("extra", 1.0, False)], set(), True, False, False),
     ],
 )
-def test_values_are_compared_by_their_owner(there: list, flagged: set, same: bool, rejected: bool, complete: bool) -> None:
+def test_values_are_compared_by_their_owner(there: Any, flagged: set[str], same: bool, rejected: bool, complete: bool) -> None:
     own = [Checked("loss", 2.0), Checked("grad", 3.0, tolerance=0.001)]
     outcome = compare_values(0, 1, own, there, flagged)
     assert (outcome.same, outcome.rejected_there, outcome.complete) == (same, rejected, complete)

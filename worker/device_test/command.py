@@ -23,7 +23,7 @@ from rsup.worker.device_test.device_users import processes_on_gpus, ranks_with
 from rsup.worker.device_test.injected_fault import read_fault
 from rsup.worker.device_test.judging import Known, judge, learned
 from rsup.worker.device_test.one_device import Order
-from rsup.worker.device_test.results import EXIT_CODES, SKIPPED, DeviceReport, Range, TestResult, overall
+from rsup.worker.device_test.results import EXIT_CODES, PASSED, SKIPPED, DeviceReport, Range, TestResult, overall
 
 DEFAULT_S = {"cuda": 30.0, "cpu": 5.0}
 STARTS_WITHIN_S = 180.0
@@ -81,21 +81,26 @@ def main(argv: Sequence[str]) -> int:
     """Screen, print, and return the exit code. Raise `UsageError`."""
     arguments = parser().parse_args(list(argv))
     read_fault(arguments.fault)
-    chosen = choose(arguments, devices_here(arguments))
+    here = devices_here(arguments)
+    chosen = choose(arguments, here)
     held = {} if arguments.force else _users(chosen, arguments.held)
-    reports = [
-        _no_report(device, f"{held[device.uuid]}: wait for its end, or --force") for device in chosen if device.uuid in held
-    ]
+    reports = [_left_alone(device, held[device.uuid]) for device in chosen if device.uuid in held]
     free = [device for device in chosen if device.uuid not in held]
+    witness = _witness(free, here, arguments.held)
     started_s = time.monotonic()
     if free and not arguments.json:
-        print(f"screening {', '.join(device.uuid for device in free)} ...", file=sys.stderr, flush=True)
-    reports += screen_all(free, arguments)
+        beside = f", beside {witness.uuid}" if witness else ""
+        print(f"screening {', '.join(device.uuid for device in free)}{beside} ...", file=sys.stderr, flush=True)
+    reports += screen_all([*free, *([witness] if witness else [])], arguments)
     records_path = Path(arguments.records) if arguments.records else None
     records = read_records(records_path)
     judge(reports, records)
     if records_path is not None and (now_known := learned(reports, records)) != records:
         write_records(records_path, now_known)
+    if witness:
+        other = reports.pop()
+        if other.outcome != PASSED:
+            print(f"{other.uuid}, the like device beside it: {other.outcome}: {other.reason}", file=sys.stderr)
     if arguments.replay:
         for report in reports:
             _add_replay(report, arguments.replay, arguments.replay_missing)
@@ -111,8 +116,10 @@ def _users(chosen: Sequence[Chosen], held: str) -> dict[str, str]:
     if gpus := [device.uuid for device in chosen if device.kind == "cuda"]:
         nvml = _begin_nvml()
         found |= processes_on_gpus(nvml, gpus) if nvml is not None else {}
-    by_store = dict(word.partition("=")[::2] for word in held.split(",") if word)
-    return found | {device.uuid: f"job {by_store[device.uuid]} uses it" for device in chosen if device.uuid in by_store}
+    for uuid, _, job in (word.partition("=") for word in held.split(",") if word):
+        if any(device.uuid == uuid for device in chosen):
+            found[uuid] = f"job {job} uses it"
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ which devices
@@ -281,6 +288,21 @@ def _no_report(device: Chosen, reason: str) -> DeviceReport:
         serial=device.serial,
         at_us=now_us(),
     )
+
+
+def _witness(free: Sequence[Chosen], here: Sequence[Chosen], held: str) -> Chosen | None:
+    """A like device that nobody uses, for one that is screened alone."""
+    if len(free) != 1:
+        return None
+    others = [one for one in here if (one.kind, one.model) == (free[0].kind, free[0].model) and one.uuid != free[0].uuid]
+    users = _users(others, held)
+    return next((one for one in others if one.uuid not in users), None)
+
+
+def _left_alone(device: Chosen, who: str) -> DeviceReport:
+    report = _no_report(device, f"{who}: wait for its end, or --force")
+    report.was_tried = False
+    return report
 
 
 def _add_replay(report: DeviceReport, case: str, missing: str) -> None:

@@ -23,16 +23,21 @@ def processes_on_gpus(nvml: Any, uuids: Iterable[str]) -> dict[str, str]:
 
 def ranks_with(uuids: Iterable[str], proc: Path = PROC) -> dict[str, str]:
     """By UUID of a stand-in, the live job whose ranks were given it (`RSUP_DEVICE_UUID`), as far as we may look."""
-    wanted, found = set(uuids), {}
+    wanted = set(uuids)
+    found: dict[str, str] = {}
     for path in proc.glob("[0-9]*/environ"):
         try:
-            words = dict(word.partition(b"=")[::2] for word in path.read_bytes().split(b"\0"))
+            words = path.read_text("utf-8", "replace").split("\0")
         except OSError:
             continue
-        uuid = words.get(b"RSUP_DEVICE_UUID", b"").decode("utf-8", "replace")
+        uuid = _value(words, "RSUP_DEVICE_UUID")
         if uuid in wanted and path.parent.name != str(os.getpid()):
-            found[uuid] = f"job {words.get(b'RSUP_JOB_ID', b'?').decode('utf-8', 'replace')} uses it"
+            found[uuid] = f"job {_value(words, 'RSUP_JOB_ID') or '?'} uses it"
     return found
+
+
+def _value(words: list[str], name: str) -> str:
+    return next((word[len(name) + 1 :] for word in words if word.startswith(f"{name}=")), "")
 
 
 def _processes(pids: list[int]) -> str:

@@ -33,7 +33,10 @@ def read_fault(text: str) -> InjectedFault | None:
     """The fault of `--fault`; None for an empty text. Raise `UsageError`."""
     if not text:
         return None
-    words = dict(word.partition("=")[::2] for word in text.split(","))
+    words: dict[str, str] = {}
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        words[name] = value
     unknown = sorted(words.keys() - {"kind", "device", "bit", "steady"})
     bit = words.get("bit", "30")
     if words.get("kind") != "bitflip" or unknown or not bit.isdecimal() or int(bit) > 31:

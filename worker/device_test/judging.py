@@ -65,7 +65,8 @@ def _compare(report: DeviceReport, test: TestResult, others: Mapping[str, str], 
     if len(against) <= len(for_it):
         return
     named = f"differs from {', '.join(sorted(against)[:3])}{' and others' if len(against) > 3 else ''}"
-    if len(against) > 1 and not for_it:
+    is_seen_now = any(uuid in against for uuid in others) or not others  # else all here differ from the record: it is doubtful
+    if len(against) > 1 and not for_it and is_seen_now:
         test.outcome, test.reason = FAILED, f"{named}, which agree with each other"
     else:
         test.outcome, test.reason = SKIPPED, f"{named}, and nothing tells which is wrong: test a third like device"

@@ -64,6 +64,8 @@ class DeviceReport(Struct, kw_only=True):
     power_w: Range | None = None
     injected: bool = False
     """A fault was put in on purpose."""
+    was_tried: bool = True
+    """False: it was left alone, since it is in use."""
     plan: int = PLAN
 
 

@@ -68,9 +68,9 @@ class _Hooks:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """In place of `Trainer.training_step`."""
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if trainer.rerun is None:
-            self._begin(model)
+            trainer.rerun = self._begin(model)
 
         def run(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
             loss: torch.Tensor = self._training_step(model, batch, num_items_in_batch)
@@ -86,22 +86,23 @@ class _Hooks:
         )
         return found
 
-    def _begin(self, model: torch.nn.Module) -> None:
+    def _begin(self, model: torch.nn.Module) -> MicroBatches:
         """At the first step: the model is wrapped, the optimizer made, the process group there."""
         trainer = self._trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate wraps it
-        trainer.rerun = MicroBatches(
+        rerun = MicroBatches(
             self._config, trainer.args.device, model, optimizer, self._save_now, trainer.accelerator.scaler, **self._options
         )
         if self._resume_from is None:
-            return
+            return rerun
         file = self._resume_from / f"rsup_rerun_{self._rank}.pt"
         if file.exists():
-            ignored = trainer.rerun.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+            ignored = rerun.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
             if ignored and self._rank == 0:
                 rsup.worker.note("warning", ignored)
         if self._rank == 0:
             rsup.worker.resumed(trainer.state.global_step, str(self._resume_from))
+        return rerun
 
     def load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> Any:
         """In place of `Trainer._load_from_checkpoint`."""

@@ -53,6 +53,7 @@ class _Hooks:
         self._options = options
         self._trainer: Any = None
         self._loaded: list[dict[str, Any]] | None = None
+        self._num_to_repeat = 0
         self._evaluation = contextlib.ExitStack()
         self._sections = TrainingSections()
         self._sections.on_setup()
@@ -63,7 +64,7 @@ class _Hooks:
         """The model is wrapped, optimizers are made, a checkpoint is loaded."""
         if self.rerun is not None:
             return
-        loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "automatic_optimization", None)
+        loop: Any = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "automatic_optimization", None)
         if not pl_module.automatic_optimization or not hasattr(loop, "_make_closure"):
             raise RerunError(
                 "rerun_callback needs automatic optimization of Lightning 2: with a loop of your own use "
@@ -156,16 +157,21 @@ class _Hooks:
         if self.rerun is None:
             return
         checkpoint[_KEY] = self.rerun.agreement.gather(self.rerun.state_dict())
+        if self._num_to_repeat:
+            _turn_back(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], self._num_to_repeat)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep what was saved until training starts."""
         self._loaded = checkpoint.get(_KEY)
 
     def _save_now(self) -> None:
+        assert self.rerun is not None
         path = self._folder() / f"last-{self._trainer.global_step}.ckpt"
         started_s = time.monotonic()
+        self._num_to_repeat = self.rerun.num_batches - 1
         with self._sections.checkpointing():
             self._trainer.save_checkpoint(path)
+        self._num_to_repeat = 0
         if self._trainer.global_rank == 0:
             rsup.worker.report_checkpoint(self._trainer.global_step, str(path), time.monotonic() - started_s)
 
@@ -174,6 +180,13 @@ class _Hooks:
         callback = self._trainer.checkpoint_callback
         folder = getattr(callback, "dirpath", None)
         return Path(folder or self._trainer.default_root_dir)
+
+
+def _turn_back(progress: dict[str, Any], num_batches: int) -> None:
+    """Count the finished batches of the step that will be repeated as not begun: a step begins with its first batch."""
+    for counts in (progress["total"], progress["current"]):
+        completed = counts["completed"] - num_batches
+        counts.update({name: completed for name in ("ready", "started", "processed", "completed") if name in counts})
 
 
 def _no_sync(strategy: Any) -> contextlib.AbstractContextManager[Any]:

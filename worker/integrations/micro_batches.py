@@ -70,11 +70,16 @@ class MicroBatches:
             while self.machine.should_run_forward_backward(self._data, iteration):
                 zero_grad()
                 result = self._replay(no_sync)
-            self._runs = []
             self._leave_if_asked()
             if self.machine.skip_step:
                 self._drop_gradients()
+            self._runs = []
         return result
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches that were run in the current iteration."""
+        return len(self._runs)
 
     def _begin(self, iteration: int) -> None:
         if self._pending_rng:
@@ -86,8 +91,8 @@ class MicroBatches:
         self._kept = self._data.lend()  # of a replay from a checkpoint; else nothing has been taken yet
 
     def _is_kept(self, batch: Any) -> bool:
-        """Whether a framework that resumes hands in what the replay takes from the checkpoint; else it is further on in its data,
-        and what it hands in now is for the next iteration.
+        """Whether a framework that resumes hands in what the replay takes from the checkpoint; else it is further on in its
+        data, and what it hands in now is for the next iteration.
         """
         place = len(self._runs)
         return place < len(self._kept) and is_same_batch(self._kept[place], batch)

@@ -202,6 +202,7 @@ class Options:
             on_transient=self.on_transient,
             on_application=self.on_application,
             audit_interval=self.rerun_audit_interval or 0,
+            can_checkpoint=self.save is not None,
         )
 
     @property

@@ -76,7 +76,9 @@ class Trainer:
         self.rerun.attach(self.ddp, self.optimizer, hook=rank_order_hook if deterministic else None)
         self._loader = make_loader(self.training, options, ranks.rank)
         data = RerunDataIterator(self._loader)
-        self._step = TrainingStep(options, self.ddp, self.optimizer, ranks.device, data, self.rerun, corruption, sections)
+        self._step = TrainingStep(
+            options, self.ddp, self.optimizer, ranks.device, data, self.rerun, corruption, self._faults, sections
+        )
         self._to_skip: frozenset[int] = frozenset()
         self._directory = CheckpointDirectory(options.save_dir, options.keep_checkpoints) if options.save_dir else None
         self._checkpointer = self._make_checkpointer(job_key, attempt)
@@ -129,7 +131,6 @@ class Trainer:
             self.warn(f"iteration {iteration} is skipped, as asked")
         else:
             with self.sections.training_step():
-                self._faults.at_step(iteration)
                 leave, loss, grad_norm = self._step.run(iteration, lr)
             if leave.should_exit:
                 return leave

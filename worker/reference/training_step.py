@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rsup.worker.corruption import Corruption
+from rsup.worker.faults import FaultPlan
 from rsup.worker.reference.hooks import Sections
 from rsup.worker.reference.model import microbatch_loss
 from rsup.worker.reference.options import Options
@@ -36,6 +37,7 @@ class TrainingStep:
         data: RerunDataIterator,
         rerun: RerunStateMachine,
         corruption: Corruption,
+        faults: FaultPlan,
         sections: Sections,
     ) -> None:
         self._options = options
@@ -45,6 +47,7 @@ class TrainingStep:
         self._data = data
         self._rerun = rerun
         self._corruption = corruption
+        self._faults = faults
         self._sections = sections
 
     def run(self, iteration: int, lr: float) -> StepResult:
@@ -53,10 +56,11 @@ class TrainingStep:
             group["lr"] = lr
         total, num_passes = torch.zeros((), device=self._device), 0
         while self._rerun.should_run_forward_backward(self._data, iteration):
-            if num_passes:
-                self._sections.on_replay()
-            total = self._forward_backward(iteration)
             num_passes += 1
+            if num_passes > 1:
+                self._sections.on_replay()
+            self._faults.at_step(iteration, num_passes)
+            total = self._forward_backward(iteration)
         leave = self._rerun.should_checkpoint_and_exit()
         if leave.should_exit or self._rerun.skip_step:
             self._optimizer.zero_grad()

@@ -204,6 +204,11 @@ class Attribution:
         None: as the verdict says. False."""
         parts, iteration, judgement = self._parts, self._parts.iteration, next_.judgement
         assert judgement is not None
+        if next_.step is Step.SEND_ELSEWHERE and not parts.config.can_checkpoint:  # P46: no promise that cannot be kept
+            text = f"{judgement.reason}; without a checkpoint no other device can repeat the iteration"
+            next_ = Next(Step.CLOSE, RerunState.NOT_RUNNING_YET, Judgement("undecided", text, judgement.accused))
+            judgement = next_.judgement
+            assert judgement is not None
         if next_.step is Step.SEND_ELSEWHERE:
             iteration.roll_back()
             parts.work.send_elsewhere(judgement, parts.data_position, bool(iteration.confirmed))

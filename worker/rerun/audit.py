@@ -197,7 +197,7 @@ class Audit:
 
 
 def audit_shift(size: int, number: int) -> int:
-    """How far the number-th audit (from 0) moves data along an axis of that size: each time to other devices, and never such that
+    """How far the number-th audit (from 0) moves data along an axis of that size: each time to other devices, never such that
     two devices swap theirs, if that can be helped: both comparisons of a broken one would then be with the same peer.
     """
     shifts = [shift for shift in range(1, size) if 2 * shift != size] or [1]

@@ -127,9 +127,11 @@ def _unpack_tensor(packed: dict[str, Any], device: torch.device | None, copies: 
 
 def _unpack_container(packed: dict[str, Any], device: torch.device | None, copies: dict[int, torch.Tensor]) -> Any:
     kind = _class_of(packed)
-    if not (issubclass(kind, dict | list | UserDict) or dataclasses.is_dataclass(kind)):
+    is_container = issubclass(kind, dict | list | UserDict) or dataclasses.is_dataclass(kind)
+    if not is_container:
         raise RerunError(f"a batch in the checkpoint names the class {packed['class']}, which is no container")
-    made: Any = kind.__new__(kind)
+    make: Any = kind.__new__
+    made: Any = make(kind)
     for name, item in packed["attributes"].items():
         object.__setattr__(made, name, _unpack(item, device, copies))
     if "items" in packed:

@@ -182,6 +182,8 @@ class RerunConfig:
     on_application: str = "exit"
     """`exit` with 17, or `skip` the iteration on all ranks."""
     rotate: bool = True
+    can_checkpoint: bool = True
+    """The loop saves when `should_checkpoint_and_exit` asks for it; else a case for another device ends undecided."""
     audit_interval: int = 0
     loss_tolerance: float = 0.0
     grad_tolerance: float = 0.001

@@ -129,6 +129,7 @@ class _ParameterNorms:
         self.index = {id(parameter): place for place, parameter in enumerate(parameters)}
         self.parameters = parameters
         self._groups = list(_groups(parameters))
+        self._is_wide = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._rounds: list[dict[tuple[int, ...], torch.Tensor]] = []
         self._seen: set[int] = set()
         self._places: dict[tuple[int, ...], torch.Tensor] = {}
@@ -159,7 +160,9 @@ class _ParameterNorms:
         every[self._on_device(order, device)] = torch.cat([norm.to(device) for norm in norms.values()])
         longest = max(len(group) for group in self._groups)
         table = tuple(place for group in self._groups for place in (*group, *[len(self.parameters)] * (longest - len(group))))
-        return combined(every[self._on_device(table, device)].view(len(self._groups), longest)).unbind()
+        parts = every[self._on_device(table, device)].view(len(self._groups), longest)
+        together: torch.Tensor = combined(parts) if self._is_wide else torch.linalg.vector_norm(parts, dim=-1)
+        return together.unbind()
 
     def _on_device(self, places: tuple[int, ...], device: torch.device) -> torch.Tensor:
         if places not in self._places:

@@ -82,7 +82,7 @@ class MeasuringReduceScatter:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters that it communicates together; torch up to 2.12 has one a module, later ones several."""
+    """FSDP2's groups of parameters that it communicates together; torch 2.11 has at most one a module, later releases several."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

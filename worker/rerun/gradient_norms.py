@@ -21,7 +21,9 @@ def local_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if device.type != "cpu":
         norms = torch.stack([norm.to(device) for norm in _each_norm(parts, dtype=torch.float64)])
         return _bounded(norms, parts) if any(part.dtype == torch.float64 for part in parts) else norms
-    quick = torch.stack([norm.double() for norm in _each_norm(parts)])
+    narrow = {part.dtype for part in parts} - {torch.float32, torch.float64}  # their sums would be as narrow
+    widened = [part.float() if part.dtype in narrow else part for part in parts] if narrow else parts
+    quick = torch.stack(list(_each_norm(widened))).double()
     overflowed = [
         index for index, norm in enumerate(quick.tolist()) if norm == float("inf")
     ]  # on the CPU this waits for nobody

@@ -6,7 +6,6 @@ value when it is captured and again when it is restored, so that one snapshot re
 live state never changes it. (A tracker that gets the snapshot's own dict back would change it at its next fork.)
 """
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +155,7 @@ class ReplayState:
         random.setstate(states.python)
         numpy = sys.modules.get("numpy")
         if numpy is not None and states.numpy is not None:
-            numpy.random.set_state(copy.deepcopy(states.numpy))
+            numpy.random.set_state(states.numpy)  # copies it
         torch.set_rng_state(states.torch_cpu)
         device = self._cuda_device()
         if device is not None and states.cuda is not None:

@@ -1,0 +1,47 @@
+"""SLURM's way to write several nodes at once: `n[1-4,7],login`."""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from rsup.supervisor.wire import UsageError
+
+MAX_NODES = 65_536
+_ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_RANGES = re.compile(r"\[([^\[\]]*)\]")
+
+
+def expand(text: str) -> list[str]:
+    """The names in order, each once. Raise `UsageError` for what is no hostlist."""
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise _wrong(text)
+    names: dict[str, None] = {}
+    for item in items:
+        for name in _names(item, text):
+            names[name] = None
+            if len(names) > MAX_NODES:
+                raise UsageError(f"{text[:60]!r} names more than {MAX_NODES} nodes")
+    return list(names)
+
+
+def _names(item: str, text: str) -> Iterator[str]:
+    parts = _RANGES.split(item)
+    fixed, ranges = parts[::2], [_numbers(part, text) for part in parts[1::2]]
+    for chosen in itertools.product(*ranges):
+        yield "".join(itertools.chain.from_iterable(itertools.zip_longest(fixed, chosen, fillvalue="")))
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    found: list[str] = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last) or int(last) - int(first) >= MAX_NODES:
+            raise _wrong(text)
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _wrong(text: str) -> UsageError:
+    return UsageError(f"{text[:60]!r} is no list of nodes; write n1, n[1-4] or n[01-16,20],login")

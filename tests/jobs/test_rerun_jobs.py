@@ -1,0 +1,121 @@
+"""Damaged numbers in whole jobs under `rsup launch`, with the devices of an inventory file: who is named, what the job does then,
+and that it ends with the parameters of an undisturbed run."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.conftest import Launched, Place, wait_until
+
+TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "12", "--save-interval", "4", "--log-interval", "4")
+SMALL = ("--num-layers", "1", "--hidden-size", "32", "--seq-length", "32", "--eval-iters", "0", "--global-batch-size", "8")
+BROKEN = ("--fault", "device=GPU-b,kind=bitflip,site=grad,bit=30")
+_undisturbed: dict[int, str] = {}
+
+
+@pytest.fixture
+def inventory(own_directories: Path) -> str:
+    """Three devices of one node."""
+    path = own_directories / "devices.json"
+    devices = [{"uuid": f"GPU-{name}", "serial": f"S{name}", "model": "H200", "vbios": "1", "driver": "1"} for name in "abc"]
+    path.write_text(json.dumps(devices))
+    return str(path)
+
+
+def start(place: Place, inventory: str, job: str, *options: str, ranks: int = 2, launch: tuple[str, ...] = ()) -> Launched:
+    return place.launch(
+        *("--max-restarts", "3", "--nproc-per-node", str(ranks), "--device-inventory", inventory, "--job-id", job, *launch),
+        *(*TRAIN, *SMALL, "--save", str(place.folder / job), *options),
+    )
+
+
+def digest(launched: Launched) -> str:
+    last = launched.ends(0).stdout.strip().splitlines()[-1]
+    assert last.startswith("digest ") and len(last.split()[1]) == 64
+    return last
+
+
+def undisturbed(place: Place, inventory: str, ranks: int = 2) -> str:
+    """Digest of the run without faults; run once."""
+    if ranks not in _undisturbed:
+        _undisturbed[ranks] = digest(start(place, inventory, "calm", ranks=ranks))
+    return _undisturbed[ranks]
+
+
+def cases(place: Place, job: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(place.rsup("cases", "list", job, "--json"))
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_a_device_that_lies_is_named_and_left_out(place: Place, inventory: str) -> None:
+    """P3, P22, P23: decided by rotation, inside the launch; training ends on the other two; the next launch leaves it out."""
+    launched = start(place, inventory, "lies", *BROKEN)
+    disturbed = digest(launched)
+    (case,) = cases(place, "lies")
+    assert (case["verdict"], case["accused"], case["iteration"], case["injected"]) == ("persistent", ["GPU-b"], 1, True)
+    assert {finding["rank"] for finding in case["findings"]} == {1} and not case["placements"]
+    assert "GPU-c is used in place of GPU-b" in launched.stderr
+    assert "persistent" in place.rsup("devices", "why", "GPU-b")
+    calm = start(place, inventory, "calm")
+    assert digest(calm) == disturbed
+    _undisturbed[2] = disturbed
+    assert "GPU-b is left out" in calm.stderr
+    assert {rank["device"] for rank in place.status("calm")["ranks"]} == {"GPU-a", "GPU-c"}
+
+
+@pytest.mark.timeout(180)
+def test_a_transient_error_goes_on_and_an_application_fault_ends_17(place: Place, inventory: str) -> None:
+    """P21: the exit code and the case say which it was."""
+    transient = start(place, inventory, "once", "--fault", "rank=1,iteration=7,kind=nan,site=loss")
+    assert digest(transient) == undisturbed(place, inventory)
+    (case,) = cases(place, "once")
+    assert (case["verdict"], case["action"], case["accused"]) == ("transient", "continue", [])
+    assert len(place.status("once")["attempts"]) == 1
+    start(place, inventory, "data", "--fault", "kind=nan-data,iteration=7").ends(17)
+    (case,) = cases(place, "data")
+    assert (case["verdict"], case["action"], case["iteration"], case["accused"]) == ("application", "leave", 7, [])
+    assert case["data_position"] == {"consumed_samples": 48}
+
+
+@pytest.mark.timeout(180)
+def test_one_rank_is_moved_to_the_spare_and_decided(place: Place, inventory: str) -> None:
+    """S5 in one launch: no peer could run its data."""
+    launched = start(place, inventory, "alone", "--fault", "device=GPU-a,kind=inf,site=grad,from=7", ranks=1)
+    disturbed = digest(launched)
+    (case,) = cases(place, "alone")
+    assert (case["verdict"], case["accused"], case["tried"]) == ("persistent", ["GPU-a"], {"0": ["GPU-a"]})
+    assert [(move["rank"], move["from"], move["to"]) for move in case["placements"]] == [(0, "GPU-a", "GPU-b")]
+    assert disturbed == undisturbed(place, inventory, ranks=1)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("killed", ["rank", "supervisor", "agent"])
+def test_a_death_in_the_middle_of_a_case_costs_no_answer(place: Place, inventory: str, killed: str) -> None:
+    """In the rotated replay, when the case is open."""
+    kind = "sigkill" if killed == "rank" else "sigstop"
+    options = (*BROKEN, "--fault", f"rank=0,iteration=1,kind={kind},pass=3")
+    launched = start(place, inventory, "dies", *options)
+    if killed != "rank":
+        wait_until(lambda: "kind=sigstop,pass=3" in launched.stderr and cases_of(place), "the case is open", 60)
+        pid = next(rank["pid"] for rank in place.status("dies")["ranks"] if rank["rank"] == 0)
+        os.kill(place.supervisor_pid() if killed == "supervisor" else launched.pid, signal.SIGKILL)
+        if killed == "supervisor":
+            os.kill(pid, signal.SIGCONT)
+        else:
+            launched.wait()
+            wait_until(lambda: place.status("dies")["job"]["state"] == "ended", "the job has ended", 60)
+            launched = start(place, inventory, "dies", *options, launch=("--resume",))
+    disturbed = digest(launched)
+    closed = [case for case in cases(place, "dies") if case["verdict"] == "persistent"]
+    assert [case["accused"] for case in closed] == [["GPU-b"]]
+    assert {case["verdict"] for case in cases(place, "dies")} <= {"persistent", "undecided"}
+    assert disturbed == undisturbed(place, inventory)
+
+
+def cases_of(place: Place) -> bool:
+    return bool(place.status("dies").get("cases")) or bool(cases(place, "dies"))
