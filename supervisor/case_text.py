@@ -63,7 +63,7 @@ def _few(items: Sequence[object]) -> str:
 
 def case_text(one: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
     """One case whole: what was compared, where, the verdict, what followed."""
-    verdict = paint(verdict_of(one), _COLOURS.get(one["verdict"], "bold"))
+    verdict = paint(verdict_of(one), case_colour(one))
     name = clean(one["case_id"])
     lines = [f"{paint(f'case {name}', 'bold')}  {verdict}"]
     job = one["job"]
@@ -76,7 +76,7 @@ def case_text(one: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
         return "\n".join([*lines, "  only the job's owner and operators see what was compared"])
     if one["reason"]:
         lines.append(f"  why: {clean(one['reason'])}")
-    lines.append(f"  then: {_then(one)}")
+    lines.append(f"  then: {what_followed(one)}")
     for name, label in (("checkpoint", "checkpoint"), ("data_position", "data")):
         if one[name]:
             lines.append(f"  {label}: {clean(one[name] if name == 'checkpoint' else _pairs(one[name]))}")
@@ -86,7 +86,13 @@ def case_text(one: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
     return "\n".join(lines)
 
 
-def _then(one: Json) -> str:
+def case_colour(one: Json) -> str:
+    """By the verdict."""
+    return _COLOURS.get(one["verdict"], "bold")
+
+
+def what_followed(one: Json) -> str:
+    """What the ranks did after the last report, in words."""
     if one["waits_for_resume"]:
         return "the job ended; a launch with --resume on another node decides it"
     if one["state"] == "open":

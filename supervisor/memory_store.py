@@ -56,6 +56,17 @@ def natural_key(record: Record) -> tuple[object, ...]:
             return record.uuid, record.from_us
 
 
+def _is_older(record: Record, kept: Record | None) -> bool:
+    """Whether the kept one is not written over, as in `record_rows`."""
+    if isinstance(record, SubjectSaved) and isinstance(kept, SubjectSaved):
+        return record.version < kept.version
+    if isinstance(record, EvidenceSaved) and isinstance(kept, EvidenceSaved):
+        return record.count < kept.count
+    if isinstance(record, SeatSaved) and isinstance(kept, SeatSaved):
+        return record.seen_us < kept.seen_us
+    return isinstance(record, TransitionSaved) and kept is not None
+
+
 class MemoryStore:
     """Satisfies `store.Store`. `fail_with` makes the next commits fail; `rows` and `events` are for tests to look at."""
 
@@ -126,7 +137,8 @@ class MemoryStore:
             table = self.rows.setdefault(type(record), {})
             if isinstance(record, EventLogged) and key not in table:
                 self.events.append(record)
-            table[key] = record
+            if not _is_older(record, table.get(key)):
+                table[key] = record
 
     def probe(self) -> None:
         """Fail as a commit would."""

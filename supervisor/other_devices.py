@@ -31,6 +31,14 @@ def avoided_by(state: JobState, agent: AgentState) -> list[AvoidedDevice]:
     return avoided_for(agent, of_job)
 
 
+def usable(agent: AgentState) -> list[str]:
+    """The devices of a node that its agent will give to ranks: without those that the history has quarantined, where the others
+    suffice."""
+    out = {one.device for one in agent.known if one.quarantined}
+    others = [device for device in agent.devices if device not in out]
+    return others if len(others) >= agent.info.num_ranks else agent.devices
+
+
 def has_seats(devices: Sequence[str], ranks: range, avoid: Sequence[AvoidedDevice]) -> bool:
     """Whether every rank can have one of `devices` that it need not avoid, no device more often than it is in the list."""
     out = {a.device for a in avoid if a.rank is None and a.quarantined}
@@ -65,7 +73,7 @@ def arranged(state: JobState, order: Sequence[str], starts: Sequence[int], avoid
     for index, agent_id in enumerate(order):
         agent = state.agents[agent_id]
         ranks = range(starts[index], starts[index] + agent.info.num_ranks)
-        now = state.agents[places[index]].devices
+        now = usable(state.agents[places[index]])
         if not is_concerned(now, ranks, avoid) or has_seats(now, ranks, avoid):
             continue
         other_id = _other_node(state, places, index, starts, avoid)
@@ -88,11 +96,11 @@ def _other_node(
     for other_id, other in state.agents.items():
         if other_id == places[index] or not other.reachable or other.excluded or other.leaving:
             continue
-        if other.info.num_ranks != size or not has_seats(other.devices, ranks, avoid):
+        if other.info.num_ranks != size or not has_seats(usable(other), ranks, avoid):
             continue
         if other_id in places:
             start = starts[places.index(other_id)]
-            if not has_seats(leaving.devices, range(start, start + size), avoid):
+            if not has_seats(usable(leaving), range(start, start + size), avoid):
                 continue
         candidates.append((other_id in places, other.joined, other_id))
     return min(candidates, default=(False, 0, None))[2]

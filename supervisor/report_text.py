@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rsup.supervisor.case_text import accused_of, case_colour, verdict_of, what_followed
 from rsup.supervisor.exit_text import exit_lines
 from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, moment, percent, plural
 from rsup.supervisor.status_text import short_device, state_of
@@ -20,7 +21,8 @@ def report_text(status: Json, paint: Paint = PLAIN) -> str:
     if count > len(status["incidents"]):
         parts.append(f"Of {count} incidents the newest {len(status['incidents'])}:")
     parts += [_incident(one, job, paint) for one in status["incidents"]]
-    if not status["incidents"]:
+    parts += [_case(one, paint) for one in status["cases"]]
+    if not status["incidents"] and not status["cases"]:
         parts.append("Nothing went wrong that rsup noticed.")
     parts.append(_time(goodput))
     parts.append(_checkpoints(status["checkpoints"], status["counts"]["checkpoints"]))
@@ -55,6 +57,14 @@ def _incident(one: Json, job: Json, paint: Paint) -> str:
     if one["num_stacks"]:
         rows.append(("stacks", f"{one['num_stacks']}: `rsup stacks {clean(job['name'])}`"))
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows if text), *exit_lines(one)])
+
+
+def _case(one: Json, paint: Paint) -> str:
+    head = paint(f"Rerun case {clean(one['case_id'])}: {clean(verdict_of(one))}", case_colour(one))
+    lines = [f"{head}, {moment(one['opened'])}, attempt {one['attempt']}, iteration {one['iteration']}"]
+    rows = [("accused", accused_of(one)), ("why", one["reason"]), ("then", what_followed(one))]
+    rows.append(("compared", f"`rsup cases show {one['case_id']}`"))
+    return "\n".join([*lines, *(f"  {name:<12} {clean(text)}" for name, text in rows if text)])
 
 
 def _place(one: Json) -> str:

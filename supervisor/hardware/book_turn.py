@@ -5,7 +5,7 @@ told by events of their own (`DevicesKnown`), in the same transaction.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -13,15 +13,14 @@ from rsup.supervisor.events import DevicesKnown
 from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.hardware.device_machine import COUNTED, RanClean, Rows, Sighted, TimePassed, decide
 from rsup.supervisor.hardware.identity import is_stand_in, seat
+from rsup.supervisor.hardware.policy import Policy
 from rsup.supervisor.hardware.states import OUT, Dossier, Standing, avoided, clear_dossier, is_open
 from rsup.supervisor.hardware.verbs import VerbRequest, Verdict, ask
 from rsup.supervisor.loop_batch import Batch
 from rsup.supervisor.records import SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
+from rsup.supervisor.store import Store
 from rsup.supervisor.wire import AvoidedDevice, Hello
-
-if TYPE_CHECKING:
-    from rsup.supervisor.hardware.book import Book
 
 Key = tuple[str, str]
 """Kind and name of a subject."""
@@ -31,10 +30,31 @@ MAX_CLEAN_STEP_US = 3 * CLEAN_EVERY_US
 """Longer between two looks, and it was the supervisor that did not run."""
 
 
+class Known(Protocol):
+    """What a turn reads of the book; see `book.Book`."""
+
+    store: Store
+    policy: Policy
+    accepts_injected: bool
+    open: dict[Key, SubjectSaved]
+    by_serial: dict[str, list[str]]
+    names: dict[str, str]
+    contested: dict[tuple[str, str], str]
+    seats: dict[str, SeatSaved]
+    models: dict[str, str]
+    cleaned_us: int
+
+    def dossier(self, key: Key, /) -> Dossier | None: ...
+
+    def due(self, now_us: int, /) -> list[SubjectSaved]: ...
+
+    def on_probation(self) -> list[SubjectSaved]: ...
+
+
 class BookTurn:
     """Made by `Book.turn`. Raises `StoreError`."""
 
-    def __init__(self, book: "Book", batch: Batch) -> None:
+    def __init__(self, book: Known, batch: Batch) -> None:
         self._book, self._batch = book, batch
         self._policy = book.policy
         self.dossiers: dict[Key, Dossier] = {}
@@ -134,7 +154,7 @@ class BookTurn:
     def _remember(self, agent_id: str, agent: AgentState) -> None:
         """What an agent's `Hello` had told of its devices, as far as seats tell it."""
         boards = [uuid for uuid in dict.fromkeys(agent.devices) if not is_stand_in(uuid)]
-        known = {one.uuid: one for one in self._open_seats(boards, [], "\0")} if boards else {}
+        known = {one.uuid: one for one in self._open_seats(boards, [], "")} if boards else {}
         for uuid in boards:
             sits = known.get(uuid)
             if sits is not None and sits.node != agent.info.node and self._is_alive(uuid, sits.node):
@@ -218,7 +238,7 @@ class BookTurn:
         mine = next((one for one in reversed(self.seats) if one.uuid == uuid and one.to_us is None), None)
         known = mine or self._book.seats.get(uuid)
         if known is None and not is_stand_in(uuid):
-            known = next((one for one in self._book.store.open_seats([uuid], [], "\0") if one.uuid == uuid), None)
+            known = next((one for one in self._book.store.open_seats([uuid], [], "") if one.uuid == uuid), None)
         return "" if known is None else known.serial
 
     def _record_of(self, uuid: str, serial: str) -> str:

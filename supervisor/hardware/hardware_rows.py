@@ -1,11 +1,12 @@
 """Reads of the hardware's history that the supervisor's loop needs, from any database."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Table, and_, or_, select
 
 from rsup.supervisor import tables
+from rsup.supervisor.record_rows import clean
 from rsup.supervisor.records import EvidenceSaved, JobKey, SeatSaved, SubjectSaved, TransitionSaved
 
 MAX_ROWS = 512
@@ -27,30 +28,30 @@ def open_subjects(connection: Connection) -> list[SubjectSaved]:
 
 def subjects_named(connection: Connection, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
     """Subjects of these names or serials, clear ones too."""
-    known = [serial for serial in serials if serial]
-    wanted = or_(_subjects.subject.in_(names), and_(_subjects.serial.in_(known), _subjects.serial != ""))
+    known = _texts(serial for serial in serials if serial)
+    wanted = or_(_subjects.subject.in_(_texts(names)), and_(_subjects.serial.in_(known), _subjects.serial != ""))
     query = select(tables.subjects).where(_subjects.kind == kind, wanted)
     return [_subject(row) for row in connection.execute(query).mappings()]
 
 
 def evidence_about(connection: Connection, kind: str, subject: str) -> list[EvidenceSaved]:
     """The newest evidence about one subject."""
-    query = _with_job(tables.evidence).where(_evidence.kind == kind, _evidence.subject == subject)
+    query = _with_job(tables.evidence).where(_evidence.kind == kind, _evidence.subject == clean(subject))
     rows = connection.execute(query.order_by(_evidence.last_us.desc()).limit(MAX_ROWS)).mappings()
     return [evidence_of(row) for row in rows]
 
 
 def last_transition(connection: Connection, kind: str, subject: str) -> TransitionSaved | None:
     """The newest change of a subject."""
-    query = _with_job(tables.transitions).where(_transitions.kind == kind, _transitions.subject == subject)
+    query = _with_job(tables.transitions).where(_transitions.kind == kind, _transitions.subject == clean(subject))
     row = connection.execute(query.order_by(_transitions.version.desc()).limit(1)).mappings().first()
     return None if row is None else transition_of(row)
 
 
 def open_seats(connection: Connection, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
     """Stays that are not over, of these boards and on that node."""
-    known = [serial for serial in serials if serial]
-    wanted = or_(_seats.uuid.in_(uuids), _seats.serial.in_(known), _seats.node == node)
+    known = _texts(serial for serial in serials if serial)
+    wanted = or_(_seats.uuid.in_(_texts(uuids)), _seats.serial.in_(known), _seats.node == clean(node))
     query = select(tables.seats).where(_seats.to_us.is_(None), wanted).order_by(_seats.uuid, _seats.from_us)
     return [SeatSaved(**row) for row in connection.execute(query).mappings()]
 
@@ -69,6 +70,11 @@ def evidence_of(row: RowMapping) -> EvidenceSaved:
 def transition_of(row: RowMapping) -> TransitionSaved:
     """From a row of `_with_job(transitions)`."""
     return TransitionSaved(**_of_job(row))
+
+
+def _texts(words: Iterable[str]) -> list[str]:
+    """As they are stored: agents may send what no database takes."""
+    return [clean(word) for word in words]
 
 
 def _subject(row: RowMapping) -> SubjectSaved:

@@ -57,11 +57,11 @@ class HardwareBody(BaseModel):
     sighting: Sighting | None = None
 
 
-@router.post("/devices/{device}/{verb}", tags=["devices"])
-def change_device(context: Context, asker: Asker, device: Named, verb: Verb, body: HardwareBody) -> Json:
+@router.post("/devices/{uuid}/{verb}", tags=["devices"])
+def change_device(context: Context, asker: Asker, uuid: Named, verb: Verb, body: HardwareBody) -> Json:
     """`flag`, `note` (anyone); `quarantine`, `allow`, `repair`, `release`, `retire`, `tested`, `import` (operators)."""
     with context.reading() as connection:
-        found = find_device(connection, device)
+        found = find_device(connection, uuid)
         name = record_of(connection, "device", found.uuid, found.serial)
         seat = node_of(connection, found.uuid)
     return _change(context, asker, "device", name, verb, body, serial=found.serial, node=seat)

@@ -7,12 +7,12 @@ from rsup.supervisor import wire
 from rsup.supervisor.actions import FoundEvidence, Record
 from rsup.supervisor.case_followup import MAX_RERUNS, MAX_RESTARTS, MAX_RETURNS
 from rsup.supervisor.case_machine import MAX_OPEN
-from rsup.supervisor.events import AgentHeard, AgentSilent
+from rsup.supervisor.events import AgentHeard, AgentSilent, DevicesKnown
 from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.records import CaseSaved
 from rsup.supervisor.rendezvous import resumed_job
 from rsup.supervisor.states import Phase
-from rsup.supervisor.wire import CaseFinding, CaseReport, Device
+from rsup.supervisor.wire import AvoidedDevice, CaseFinding, CaseReport, Device
 from tests.core.job_driver import Driver, info, spec
 
 ID = "t1.1-a1-i7"
@@ -267,6 +267,17 @@ def test_nodes_change_places_for_a_replay() -> None:
     tell(driver, report("persistent", "elsewhere", accused=["g1"]))
     leave(driver, 16)
     assert ended(driver).exit_code == 16 and "exclude node node-b" in ended(driver).reason
+
+
+def test_a_spare_that_the_history_has_quarantined_is_no_second_device() -> None:
+    driver = nodes("g0 +g1", "g2 +g3")
+    for name, spare in (("a", "g1"), ("b", "g3")):
+        driver.feed(DevicesKnown(name, [AvoidedDevice(spare, "quarantined", quarantined=True)]))
+    tell(driver, report("", "elsewhere", device="g2"))
+    leave(driver, 16)
+    assert [name for name, _ in driver.state.active] == ["b", "a"], "not to g3, which its agent would not take"
+    start(driver)
+    assert avoided(driver, "a") == [(1, "g2", False), (None, "g1", True)]
 
 
 def test_several_ranks_are_moved_at_once() -> None:

@@ -22,7 +22,7 @@ def other(evidence: Evidence, name: str, at_h: float = 0.0, **fields: object) ->
     values = {field: getattr(evidence, field) for field in evidence.__struct_fields__}
     at_us = START_US + int(at_h * HOUR_US)
     values |= {"episode": f"job:local/ann/{name}.1", "job": job(name), "at_us": at_us, **fields}
-    return Evidence(**values)  # type: ignore[arg-type]
+    return Evidence(**values)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,11 @@ def test_the_second_of_two_people_hears_of_the_first() -> None:
     history = History()
     history.ask("quarantine", "fan is dead", principal="ann")
     second = history.ask("quarantine", "noise", principal="bob")
-    assert second.status == "conflict" and "version 1, quarantine by ann at 2027-" in second.message and "fan is dead" in second.message
+    assert (
+        second.status == "conflict"
+        and "version 1, quarantine by ann at 2027-" in second.message
+        and "fan is dead" in second.message
+    )
     stale = history.ask("release", "mine", principal="bob", if_version=0, without_test=True)
     assert stale.status == "conflict" and "since version 0" in stale.message and "ann" in stale.message
     assert history.ask("release", "mine", principal="bob", if_version=1, without_test=True).done

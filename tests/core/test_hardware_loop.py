@@ -48,7 +48,10 @@ class Fleet(Bench):
     def say(self, name: str, *facts: wire.AnyFact) -> wire.Order:
         first = self.numbers.get(name, 0) + 1
         self.numbers[name] = first + len(facts) - 1
-        order = self.report(name, *facts, first=first, acked=self.acked.get(name, 0))
+        report = wire.Report(name, 1, self.acked.get(name, 0), first, list(facts))
+        *earlier, order = [m for m in self.hear(name, report) if isinstance(m, wire.Order)]
+        if not order.commands and earlier:
+            order = earlier[-1]
         if order.commands:
             self.acked[name] = order.commands[-1].sequence
         return order
@@ -295,16 +298,20 @@ def test_two_devices_or_device_less_faults_make_a_node_suspect_and_spares_come_f
 def test_a_quarantined_node_stays_out_where_another_can_take_its_place() -> None:
     fleet = Fleet()
     assert fleet.change("n1", "quarantine", kind="node").status == "done"
-    one_of_two = {"min_nodes": 1, "max_nodes": 1, "rdzv_id": "x"}
-    fleet.enter("a", gpu("a"), node="n1", **one_of_two)
-    assert "SuspectNodeUsed" in fleet.kinds(), "the only node there is: said, not refused"
-    fleet.enter("b", gpu("b"), node="n2", **one_of_two)
-    fleet.run("a")
+    for name, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
+        restarts = wire.RestartPolicy(max_restarts=3)
+        fleet.enter(name, gpu(name), node=node, min_nodes=2, max_nodes=2, policy=restarts)
+    assert "SuspectNodeUsed" in fleet.kinds(), "no other node was there in time: said, not refused"
     now = fleet.now_us()
-    fleet.say("a", wire.RankExited(now, 1, 0, 16, declared=16), wire.RanksGone(now, 1))
-    (state,) = fleet.loop.jobs()
-    if state.phase.value != "ended":
-        assert state.current is not None and state.current.nodes == ["n2"]
+    fleet.acked |= {"a": 1}
+    fleet.say("a", wire.StoreBound(now, 1, "h", 1))
+    for name in ("a", "b"):
+        fleet.say(name, wire.AttemptStarted(now, 1, [1]))
+    fleet.say("b", wire.RankExited(now, 1, 1, 1))
+    for name in ("a", "b"):
+        fleet.say(name, wire.RanksGone(now, 1))
+    assert fleet.state.current is not None and fleet.state.current.nodes == ["n2", "n3"] and fleet.state.attempt == 2
+    assert fleet.kinds().count("SuspectNodeUsed") == 1
 
 
 def test_a_rank_without_gpu_speaks_of_its_node() -> None:

@@ -2,6 +2,11 @@
 
 import json
 import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from rsup.launcher import health_process
+from rsup.launcher import health_process, health_watch
 from rsup.launcher.device_health import HealthNews, Sample, Xids, bus_id, kernel_message, xid_of_line
 from rsup.launcher.health_process import HealthProcess, News, Watch, watch_events, watch_file, watch_kernel_log
+from rsup.launcher.health_watch import HealthWatch
 from rsup.launcher.nvml_health import THROTTLED_FOR_S, NvmlHealth, XidEvents
 from rsup.supervisor.wire import Device, HealthReading
 
@@ -352,3 +359,76 @@ def test_a_query_that_hangs_is_told_once_and_holds_up_nothing() -> None:
     process.look_at_query(100.0)
     assert len(packets) == 2 and health.doing is None
     process.close()
+
+
+class Listening:
+    """A `HealthWatch` with a loop around it."""
+
+    def __init__(self, file: Path | None, has_gpus: bool = False) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.heard: list[HealthReading] = []
+        self.notes: list[str] = []
+        self.watch = HealthWatch(DEVICES, has_gpus, file, self.selector, self.heard.extend, self.notes.append)
+
+    def until(self, condition: Callable[[], Any], within_s: float = 30.0) -> None:
+        deadline_s = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline_s, (self.heard, self.notes)
+            self.watch.look_after(is_running=True)
+            for key, _ in self.selector.select(0.02):
+                key.data()
+
+    def close(self) -> None:
+        self.watch.close()
+        self.selector.close()
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_is_started_again_when_it_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_watch, "AGAIN_AFTER_S", 0.0)
+    path = tmp_path / "inventory.json"
+    path.write_text('[{"uuid": "GPU-a", "health": {"xid": [79]}}]')
+    listening = Listening(path)
+    try:
+        listening.watch.look_after(is_running=False)
+        assert not listening.watch.pids, "not before ranks run"
+        for num_told in range(1, health_watch.MAX_STARTS + 1):
+            listening.until(lambda num_told=num_told: len(listening.heard) == num_told)  # type: ignore[misc]
+            pid = listening.watch.pids[0]
+            os.kill(pid, signal.SIGKILL)
+            listening.until(lambda pid=pid: pid not in listening.watch.pids)  # type: ignore[misc]
+        listening.until(lambda: listening.notes)
+        assert "dies again and again" in listening.notes[0] and not listening.watch.pids
+    finally:
+        listening.close()
+
+
+def test_it_ends_with_its_agent_and_there_is_none_without_gpus_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "inventory.json"
+    path.write_text('[{"uuid": "GPU-a", "health": {"ecc_uncorrected": 1}}]')
+    listening, idle = Listening(path), Listening(None)
+    try:
+        listening.until(lambda: listening.heard)
+        (pid,) = listening.watch.pids
+        os.kill(pid, signal.SIGSTOP)
+        listening.watch.close()
+        assert not is_alive(pid), "a stopped one is ended, too"
+        idle.watch.look_after(is_running=True)
+        assert idle.watch.pids == ()
+    finally:
+        listening.close()
+        idle.close()
+
+
+def test_it_ends_when_its_link_does(tmp_path: Path) -> None:
+    """An agent that is killed closes the link: nothing of ours is left on the node."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(msgspec.msgpack.encode(Watch(DEVICES)))
+    command = [sys.executable, "-P", "-m", health_process.__name__, str(theirs.fileno())]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        ours.close()
+        assert process.wait(30) == 0

@@ -27,7 +27,7 @@ from tests.rerun_matrix.runs import Expected, Run
 from tests.rerun_matrix.supervision import MAX_RESTARTS, Placement
 from tests.rerun_matrix.training_loop import Outcome, Rank, run_attempt
 
-COLLECTIVE_S = 30.0
+COLLECTIVE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class _Player:
             reports += told
             ends = _follow(outcome, told, placement)
             self._attempt += 1
+            mine.attempt = self._attempt
             if self._attempt > MAX_RESTARTS + 1:
                 ends = ends or "restarts without end"
         shutil.rmtree(folder, ignore_errors=True)

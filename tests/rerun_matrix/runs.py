@@ -36,8 +36,8 @@ class Run:
     dropout: bool = False
     own_position: bool = False
     """The loader has a position of its own that does not follow from the samples consumed."""
-    kill_at: tuple[int, int] | None = None
-    """(iteration, pass): all ranks die at the head of that pass, once."""
+    kill_at: tuple[int, int, int] | None = None
+    """(attempt, iteration, pass): all ranks die at the head of that pass."""
     num_spares: int = 1
     models: tuple[tuple[str, str], ...] = ()
     """Devices of another model than the others."""
@@ -49,7 +49,7 @@ class Run:
         extras = [
             "dropout" if self.dropout else "",
             "own position" if self.own_position else "",
-            f"killed at {self.kill_at[0]}/{self.kill_at[1]}" if self.kill_at else "",
+            f"killed in attempt {self.kill_at[0]} at {self.kill_at[1]}/{self.kill_at[2]}" if self.kill_at else "",
         ]
         return f"#{self.number} {self.name}, {self.world_size} ranks, {' + '.join(self.faults) or 'no fault'}" + "".join(
             f", {text}" for text in extras if text
@@ -346,6 +346,10 @@ CATEGORIES: dict[Make, int] = {
 }
 
 
+MOVING = (application_everywhere, alone_persistent, alone_application, unlike_suspect)
+"""Where another placement has to decide."""
+
+
 def all_runs(seed: int = 0, part: int = 1) -> list[Run]:
     """The matrix; with `part` n, every n-th run of each category, at least one."""
     runs = list(_numbered(seed))
@@ -361,7 +365,9 @@ def _numbered(seed: int) -> Iterator[Run]:
             run = make(draw)
             killed = None
             if draw.random() < 0.25 and run.faults:
-                killed = (_fault_iteration(run), draw.choice((2, 3)))
+                killed = (1, _fault_iteration(run), draw.choice((2, 3)))
+                if make in MOVING and draw.random() < 0.6:  # in the replay from the checkpoint
+                    killed = (2, _fault_iteration(run), 1)
                 if "transient" in run.name or "corrupted" in run.name:  # over before anybody could tell
                     run = replace(run, expected=replace(run.expected, verdicts=(*run.expected.verdicts, ())))
             yield replace(run, number=number, dropout=draw.random() < 0.5, own_position=draw.random() < 0.4, kill_at=killed)

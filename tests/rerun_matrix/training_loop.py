@@ -104,7 +104,7 @@ class Rank:
     folder: Path
     marks: MemoryMarks
     said: list[str]
-    was_killed: bool = False
+    attempt: int = 1
     skip: frozenset[int] = frozenset()
     """Iterations whose computation is left out."""
 
@@ -173,8 +173,7 @@ class _Attempt:
         num_passes = 0
         while self.rerun.should_run_forward_backward(self.data, iteration):
             num_passes += 1
-            if self.mine.run.kill_at == (iteration, num_passes) and not self.mine.was_killed:
-                self.mine.was_killed = True
+            if self.mine.run.kill_at == (self.mine.attempt, iteration, num_passes):
                 raise Killed
             self._forward_backward(iteration)
         leave = self.rerun.should_checkpoint_and_exit()

@@ -54,7 +54,7 @@ def serve(state: Path, played: PlayedSupervisor) -> Iterator[Callable[[], Served
     def start() -> Served:
         server = RestServer("127.0.0.1", 0)
         engine = reader_engine(state / DATABASE_NAME)
-        context = RestContext(engine, played.submit, book(), played, server.allowed_hosts, reply_timeout_s=0.2)
+        context = RestContext(engine, played.submit, book(), played, server.allowed_hosts, 0.2, played.change_hardware)
         played.rest = server.address
         server.start(make_app(context))
         running.append((server, Served(server.address, server.stop), context))

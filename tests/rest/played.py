@@ -2,15 +2,22 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import httpx
 
+from rsup.supervisor.events import Now
+from rsup.supervisor.hardware.book import Book
+from rsup.supervisor.hardware.verbs import VerbRequest
+from rsup.supervisor.loop_batch import Batch
+from rsup.supervisor.loop_inputs import HardwareReply
 from rsup.supervisor.principals import Principal, Role, TokenBook
 from rsup.supervisor.records import JobKey
-from rsup.supervisor.rest.context import Change, ChangeReply
+from rsup.supervisor.rest.context import Change, ChangeReply, HardwareAnswer
+from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.views import LiveBeats
 from rsup.supervisor.wire import SupervisorInfo
 
@@ -34,6 +41,8 @@ class PlayedSupervisor:
     reply: Reply | None = Reply(True, "taken up")
     store_problem: str = ""
     loop_age: float = 0.05
+    store: SqlStore | None = None
+    """What changes of devices and nodes are made on; None: nobody answers."""
 
     def info(self) -> SupervisorInfo:
         return SupervisorInfo("i1", os.getpid(), "here", True, self.rest, "rsup.db")
@@ -49,6 +58,18 @@ class PlayedSupervisor:
 
     def counters(self) -> Mapping[str, float]:
         return {"messages_dropped_total": 3, "commit_seconds": 0.004}
+
+    def change_hardware(self, request: VerbRequest) -> "Future[HardwareAnswer]":
+        """By the real core on `store`, as the loop does it."""
+        future: Future[HardwareAnswer] = Future()
+        if self.store is not None:
+            book = Book(self.store)
+            book.recover()
+            batch = Batch(Now(time.time_ns() // 1000, 0.0), {})
+            verdict = book.turn(batch).ask(request)
+            self.store.commit(batch.records)
+            future.set_result(HardwareReply(verdict.status, verdict.message, verdict.dossier.saved))
+        return future
 
     def submit(self, change: Change) -> "Future[ChangeReply]":
         self.changes.append(change)

@@ -40,6 +40,10 @@ ROLES: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("GET", "/api/v1/nodes/n1"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices/GPU-a"): (401, 200, 200, 200),
+    ("GET", "/api/v1/devices/GPU-a/evidence"): (401, 200, 200, 200),
+    ("GET", "/api/v1/nodes/n1/evidence"): (401, 200, 200, 200),
+    ("POST", "/api/v1/devices/GPU-a/quarantine"): (401, 422, 422, 422),
+    ("POST", "/api/v1/nodes/n1/quarantine"): (401, 422, 422, 422),
     ("GET", "/api/v1/devices/GPU-a/timeline"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices/GPU-a/touched"): (401, 200, 200, 200),
     ("GET", "/api/v1/devices/GPU-a/export"): (401, 200, 200, 200),
@@ -71,6 +75,7 @@ def test_the_table_names_every_route(served: Served) -> None:
     }
     generic = {(m, p.replace("/cases/t1.2-a1-i25", "/cases/{case_id}")) for m, p in generic}
     generic = {(m, p.replace("/nodes/n1", "/nodes/{name}").replace("/devices/GPU-a", "/devices/{uuid}")) for m, p in generic}
+    generic = {(m, p.replace("/quarantine", "/{verb}")) for m, p in generic}
     assert told == {(m, p) for m, p in generic if p not in ("/", "/docs", "/openapi.json", "/static/page.js")}
 
 

@@ -191,6 +191,7 @@ def test_a_damaged_parameter_stays_so() -> None:
 
 
 def test_a_parameter_that_is_not_there_is_said_at_the_start() -> None:
+    """P30: what was asked for and cannot strike is no silence."""
     with pytest.raises(UsageError, match="no float32 parameter 'w'"):
         Computer("device=a,kind=nan,site=grad,param=w")
     with pytest.raises(UsageError, match="no element 2 among 2"):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rsup.supervisor.places import boot_id
+
 COMMON = ("--iterations", "12", "--save-interval", "4", "--global-batch-size", "4")
 ON_A, ON_B = {"RSUP_DEVICE_UUID": "GPU-a"}, {"RSUP_DEVICE_UUID": "GPU-b"}
 BROKEN = "--fault=device=GPU-a,kind=bitflip,bit=30,site=grad,from=7"
@@ -72,8 +74,8 @@ def test_a_transient_error_can_start_again_from_the_last_checkpoint(runs, tmp_pa
 
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_a_broken_device_is_found_by_moving_the_rank(runs, tmp_path: Path, calm: str, is_durable: bool) -> None:
-    """S5, S7, S20, P6, P22, P46, H2: 16 with a checkpoint of the completed iterations; on the same device again 16 and nothing
-    changes; on another one the verdict, and training goes on there. A checkpoint that is there stays as it is."""
+    """S5, S7, S20, P6, P22, P32, P46, H2: 16 with a checkpoint of the completed iterations; on the same device again 16 and
+    nothing changes; on another one the verdict, and training goes on there. A checkpoint that is there stays as it is."""
     job = Job(runs, tmp_path / "save", BROKEN, *(("--save-interval", "6") if is_durable else ()))
     assert job.attempt(on=ON_A) == 16
     assert "case job-" in job.text and "another device has to decide" in job.text
@@ -82,6 +84,7 @@ def test_a_broken_device_is_found_by_moving_the_rank(runs, tmp_path: Path, calm:
     assert job.attempt(on=ON_A) == 16
     assert "tried before" in job.text and "lm loss" not in job.text and job.files() == before
     assert job.attempt(on=ON_B) == 0
+    assert "no rank computes on GPU-a: --fault device=GPU-a,kind=bitflip,site=grad,bit=30,from=7 is not armed" in job.text
     assert "persistent: another, healthy value came out on another device (rank 0: GPU-b after GPU-a)" in job.text
     assert job.digest == calm
 
@@ -168,6 +171,17 @@ def test_a_damaged_parameter_is_reloaded(runs, tmp_path: Path) -> None:
     assert "corrupted state" in job.text
     assert job.attempt() == 0
     assert job.digest == calm.digest
+
+
+def test_an_audit_finds_what_no_check_sees(runs, tmp_path: Path) -> None:
+    """A gradient that is wrong by a half on one device: no NaN, nothing large."""
+    fault = f"--fault=device=CPU-{boot_id()}-1,kind=scale,factor=1.5,site=grad,from=4"
+    job = Job(runs, tmp_path / "save", fault, "--global-batch-size", "6", ranks=3)
+    assert job.attempt() == 0
+    assert "rerun:" not in job.text
+    audited = Job(runs, tmp_path / "audited", fault, "--global-batch-size", "6", ranks=3)
+    assert audited.attempt("--rerun-mode", "audit", "--rerun-audit-interval", "2") == 16
+    assert "rerun: iteration 4" in audited.text and "persistent" in audited.text and "rank 1" in audited.text
 
 
 def test_what_is_usual_is_known_after_a_restart(runs, tmp_path: Path) -> None:

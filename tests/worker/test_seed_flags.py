@@ -297,7 +297,7 @@ def the_mode_decides_what_a_rejection_does(bench: Bench) -> None:
     said = bench.text(*faulty, "--fault=rank=0,iteration=4,kind=nan,site=loss", "--rerun-mode", "validate_results")
     assert "iteration 4 (found on rank 0): transient" in said
     for name in ("report_stats", "report_determinism_stats"):
-        assert "rerun: " in bench.text("--iterations", "100", "--rerun-mode", name)
+        assert "determinism of 'loss': 5 samples, all identical" in bench.text("--iterations", "5", "--rerun-mode", name)
     assert "--rerun-mode audit and" in bench.runs.run(1, "--rerun-mode", "audit").text()
 
 
@@ -316,6 +316,7 @@ def large_values_are_found(bench: Bench, flag: str, site: str) -> None:
 
 
 def spiky_losses_are_found(bench: Bench) -> None:
+    """P26."""
     large_values_are_found(bench, "--check-for-spiky-loss", "loss")
 
 
@@ -369,6 +370,7 @@ EFFECTS: dict[str, Callable[[Bench], None]] = {
 
 @pytest.mark.parametrize("flag", sorted(EFFECTS))
 def test_it_has_an_effect(bench: Bench, flag: str) -> None:
+    """P27: no flag is taken and forgotten."""
     EFFECTS[flag](bench)
 
 

@@ -16,6 +16,7 @@ from rsup.worker.corruption import Corruption
 from rsup.worker.deterministic import parameter_digest, rank_order_hook
 from rsup.worker.exit_policy import Decision, decide
 from rsup.worker.faults import FaultPlan, StrikeMarks
+from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.reference.agreement import Agreement, ExitSignal
 from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule
 from rsup.worker.reference.data import load_text
@@ -35,7 +36,7 @@ from rsup.worker.reference.state import (
     seed_for,
 )
 from rsup.worker.reference.training_step import TrainingStep
-from rsup.worker.rerun.contract import Exit, RankDevice
+from rsup.worker.rerun.contract import Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.skip_list import iterations_to_skip
 from rsup.worker.rerun.state_machine import RerunStateMachine
@@ -60,6 +61,7 @@ class Trainer:
             self.module, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None
         )
         self.schedule = make_schedule(options)
+        self._device = device
         self._job = job_key, attempt = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
         marks = StrikeMarks(marker_dir(options), job_key)
@@ -71,7 +73,7 @@ class Trainer:
             group=ranks.control,
             ledger_folder=options.save_dir,
             seed=options.seed,
-            injected=bool(options.fault),
+            injected=corruption.is_armed,
         )
         self.rerun.attach(self.ddp, self.optimizer, hook=rank_order_hook if deterministic else None)
         self._loader = make_loader(self.training, options, ranks.rank)
@@ -97,6 +99,7 @@ class Trainer:
             self.sections.on_async_save()
         self._resume()
         self._to_skip = self._agree_on_skips()
+        self._say_what_is_not_armed()
         self._faults.at_start()
         try:
             return self._loop()
@@ -141,6 +144,14 @@ class Trainer:
         if iteration % self.options.eval_interval == 0:
             self._evaluate()
         return leave
+
+    def _say_what_is_not_armed(self) -> None:
+        """A fault of a device that no rank computes on cannot strike in this attempt."""
+        devices: list[str] = [""] * self.ranks.world_size
+        dist.all_gather_object(devices, self._device.uuid, group=self.ranks.control)
+        for fault in self.options.fault:
+            if isinstance(fault, NumericFault) and fault.device and fault.device not in devices:
+                self.say(f"no rank computes on {fault.device}: --fault {fault} is not armed now")
 
     def _agree_on_skips(self) -> frozenset[int]:
         """Iterations that the command line, or what earlier runs rejected, leaves out. Rank 0 reads for all."""
@@ -291,6 +302,8 @@ class Trainer:
             self.say(f"leaving after iteration {iteration}: {reason}")
         else:
             self._evaluate()
+        if self.rerun.config.mode is RerunMode.REPORT_DETERMINISM_STATS:
+            self.rerun.report_statistics()
         self._agreement.close_requests(iteration)
         if self._checkpointer is not None and self._durable_iteration != iteration:
             text = f"no durable checkpoint of iteration {iteration}: {self._failed_save}"

@@ -152,6 +152,7 @@ class Attribution:
         if parts.agreement.worst(int(bool(pending.flagged) and parts.device.uuid in tried)):
             return self._same_device_again(pending)
         iteration.begin_data()
+        parts.replay_state.restore_rng_bytes(bytes.fromhex(pending.rng))
         if pending.state is not None:
             parts.replay_state.load_state_dict(pending.state)
         iteration.capture()

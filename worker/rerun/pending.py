@@ -21,6 +21,8 @@ class Pending:
     case: OpenCase
     first: list[Judged] = field(default_factory=list)
     """This rank's rejected values."""
+    rng: str = ""
+    """Its generators before the iteration, hex: loops restore those of a checkpoint at moments of their own."""
     state: Any = None
     """Registered state, as `ReplayState` keeps it in a checkpoint."""
     iterators: list[Mapping[str, Any]] = field(default_factory=list)
@@ -42,6 +44,7 @@ def to_plain(pending: Pending) -> dict[str, Any]:
         "findings": [msgspec.structs.asdict(finding) for finding in case.findings],
         "tried": {str(rank): list(uuids) for rank, uuids in case.tried.items()},
         "first": [_checked_plain(one) for one in pending.first],
+        "rng": pending.rng,
         "state": pending.state,
         "iterators": list(pending.iterators),
     }
@@ -60,7 +63,7 @@ def from_plain(plain: Mapping[str, Any]) -> Pending:
             tried={int(rank): [str(uuid) for uuid in uuids] for rank, uuids in plain["tried"].items()},
         )
         first = _checked_list(plain["first"])
-        return Pending(case, first, plain["state"], list(plain["iterators"]))
+        return Pending(case, first, str(plain["rng"]), plain["state"], list(plain["iterators"]))
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"damaged rerun state: {error!r}") from None
 

@@ -372,7 +372,8 @@ class RerunStateMachine:
         case = parts.work.case
         if iteration.state is RerunState.WILL_RERUN_FROM_CHECKPOINT and case is not None:
             registered = parts.replay_state.state_dict(iteration.snapshot)
-            state["pending"] = to_plain(Pending(case, iteration.confirmed, registered, iteration.iterator_states()))
+            rng = parts.replay_state.rng_bytes(iteration.snapshot).hex()
+            state["pending"] = to_plain(Pending(case, iteration.confirmed, rng, registered, iteration.iterator_states()))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
