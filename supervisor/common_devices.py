@@ -9,7 +9,7 @@ proposes the smallest next experiment.
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Column, Connection, and_, case, func, or_, select
@@ -196,14 +196,14 @@ def _weighed(connection: Connection, column: Column[str], sets: Sequence[frozens
         for name in members & sizes_of.keys():
             sizes_of[name].append(len(members))
     rows = []
-    every = [len(members) for members in sets]
+    every = Counter(len(members) for members in sets)
     for name in names:
-        share = hours.get(name, 0.0) / total
-        expected = sum(min(1.0, size * share) for size in every)
-        ratio = rate_ratio(len(sizes_of[name]), expected)
-        counted = {"failures": len(sizes_of[name]), "exposure_hours": round(hours.get(name, 0.0), 3)}
-        factor = log_bayes_factor(sizes_of[name], len(sets), share)
-        rows.append({column.name: name, **counted, "expected": expected, **asdict(ratio), "log_factor": factor})
+        used, took_part = hours.get(name, 0.0), sizes_of[name]
+        expected = sum(number * min(1.0, size * used / total) for size, number in every.items())
+        found = rate_ratio(len(took_part), expected)
+        factor = log_bayes_factor(took_part, len(sets), used / total)
+        counted = {"failures": len(took_part), "exposure_hours": round(used, 3), "expected": expected}
+        rows.append({column.name: name, **counted, "ratio": found.ratio, "above_one": found.above_one, "log_factor": factor})
     return rows
 
 

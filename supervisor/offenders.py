@@ -59,7 +59,9 @@ def _lemons(connection: Connection, since_us: int, kind: str, limit: int) -> lis
     returned = returned.where(
         back.c.version < again.c.version, back.c.before.in_(REPAIRED), back.c.after.in_(("probation", "clear"))
     )
-    query = select(again, returned.scalar_subquery().label("returned")).where(again.c.at_us >= since_us, _aside(again.c.kind) == kind)
+    query = select(again, returned.scalar_subquery().label("returned")).where(
+        again.c.at_us >= since_us, _aside(again.c.kind) == kind
+    )
     query = query.where(again.c.after.in_(FAILED_AGAIN), again.c.before.in_(("clear", "watch", "probation")))
     rows = connection.execute(query.order_by(again.c.at_us.desc())).mappings()
     found: dict[str, Json] = {}

@@ -21,6 +21,7 @@ Pure.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 RATIOS = tuple(10 ** (step / 2) for step in range(1, 13))
 """3.2, 10, ... 1e6."""
@@ -49,12 +50,17 @@ def rate_ratio(failures: int, expected: float) -> Ratio:
 
 def log_bayes_factor(sizes: Sequence[int], num_failures: int, share: float) -> float:
     """Natural logarithm of the averaged L(r). `sizes`: N_f of each failure that the candidate took part in."""
-    terms = []
-    for ratio in RATIOS:
-        more = ratio - 1.0
-        terms.append(sum(math.log1p(more / size) for size in sizes) - num_failures * math.log1p(more * min(1.0, share)))
+    share = min(1.0, share)
+    gains = _gains(tuple(sorted(sizes)))
+    terms = [gain - num_failures * math.log1p((ratio - 1.0) * share) for gain, ratio in zip(gains, RATIOS, strict=True)]
     highest = max(terms)
     return highest + math.log(sum(math.exp(term - highest) for term in terms) / len(terms))
+
+
+@lru_cache(maxsize=4096)
+def _gains(sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Logarithms of the first product, for each of `RATIOS`; the same for most candidates of a question."""
+    return tuple(sum(math.log1p((ratio - 1.0) / size) for size in sizes) for ratio in RATIOS)
 
 
 def probabilities(log_factors: Sequence[float], num_candidates: int) -> tuple[list[float], float]:

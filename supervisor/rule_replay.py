@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, and_, func, select, tuple_
 
 from rsup.supervisor.hardware.device_machine import replay
-from rsup.supervisor.hardware.policy import HOUR_US, Policy
-from rsup.supervisor.history_jobs import chunks
+from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
+from rsup.supervisor.history_jobs import IN_CHUNK, chunks
 from rsup.supervisor.moments import DAY_US
 from rsup.supervisor.records import EvidenceSaved, JobKey, TransitionSaved
 from rsup.supervisor.tables import devices, evidence, jobs, transitions
@@ -29,6 +29,8 @@ SETTLED_US = 30 * DAY_US
 
 Json = dict[str, Any]
 _Subject = tuple[str, str]
+_Code = tuple[str, str, str]
+"""Kind, source and code of evidence."""
 
 
 class ReplayTooLarge(RsupError):
@@ -45,15 +47,15 @@ def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: 
     quarantined how many were confirmed, refuted, open. Raise `ReplayTooLarge`.
     """
     since_us = now_us - round(days * DAY_US)
-    rows = _evidence(connection, since_us - _reach_us(policy), now_us)
-    recent = {subject for subject, told in rows.items() if any(row.last_us >= since_us for row in told)}
-    generations = _generations(connection, policy, [name for kind, name in recent if kind == "device"])
+    from_us = since_us - _reach_us(policy)
+    codes = _codes(connection, from_us, now_us)
+    suspicious = _may_be_suspect(connection, policy, codes, from_us, now_us)
+    rows = _evidence(connection, suspicious, from_us, now_us)
+    generations = _generations(connection, policy, [name for kind, name in suspicious if kind == "device"])
     would: dict[_Subject, dict[str, int]] = {}
     drained: dict[_Subject, str] = {}
-    for kind, name in sorted(recent):
+    for kind, name in sorted(suspicious):
         told = rows[kind, name]
-        if not any(_may_move(policy, kind, row, generations.get(name, "")) for row in told):
-            continue
         dossier, found = replay(kind, name, told, policy, now_us, generation=generations.get(name, ""))
         if reached := _first_times(found, since_us):
             would[kind, name] = reached
@@ -66,7 +68,7 @@ def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: 
         for subject in sorted(would.keys() | did.keys())
     ]
     entries.sort(key=lambda entry: (_ORDER[entry["change"]], entry["kind"], entry["subject"]))
-    answer = {"policy": policy.name, "since": iso(since_us), "until": iso(now_us), "num_evidence": sum(map(len, rows.values()))}
+    answer = {"policy": policy.name, "since": iso(since_us), "until": iso(now_us), "num_evidence": sum(codes.values())}
     return {**answer, "counts": _counts(entries), "subjects": entries[:limit], "truncated": len(entries) > limit}
 
 
@@ -83,18 +85,64 @@ def _reach_us(policy: Policy) -> int:
     return round(hours * HOUR_US)
 
 
-def _evidence(connection: Connection, from_us: int, to_us: int) -> dict[_Subject, list[EvidenceSaved]]:
+def _codes(connection: Connection, from_us: int, to_us: int) -> dict[_Code, int]:
+    """How often each kind of evidence was seen in that time."""
+    columns = (evidence.c.kind, evidence.c.source, evidence.c.code)
+    query = select(*columns, func.count()).where(_in_time(from_us, to_us)).group_by(*columns)
+    found = {(kind, source, code): count for kind, source, code, count in connection.execute(query)}
+    if sum(found.values()) > MAX_EVIDENCE:
+        raise ReplayTooLarge(f"there are more than {MAX_EVIDENCE} pieces of evidence in that time; take fewer --days")
+    return found
+
+
+def _in_time(from_us: int, to_us: int) -> Any:
+    return and_(evidence.c.last_us >= from_us, evidence.c.last_us <= to_us, evidence.c.effect == "counted")
+
+
+def _may_be_suspect(connection: Connection, policy: Policy, codes: Iterable[_Code], from_us: int, to_us: int) -> set[_Subject]:
+    """Subjects of which the evidence might add up to suspicion: by a rule at once, by enough of one rule, or by all weights
+    together, whatever the time between them and the generation of the device. For the others nothing need be played."""
+    rules = {code: _rules(policy, code) for code in codes}
+    telling = [
+        code for code, found in rules.items() if any(rule.weight or rule.repeat or rule.first != "note" for rule in found)
+    ]
+    columns = (evidence.c.kind, evidence.c.subject, evidence.c.source, evidence.c.code)
+    sums: dict[_Subject, float] = defaultdict(float)
+    numbers: dict[tuple[_Subject, str], int] = defaultdict(int)
+    found: set[_Subject] = set()
+    for chunk in chunks(telling, IN_CHUNK // 3):
+        query = select(*columns, func.count()).where(_in_time(from_us, to_us), tuple_(columns[0], *columns[2:]).in_(chunk))
+        for kind, name, source, code, count in connection.execute(query.group_by(*columns)):
+            subject = (kind, name)
+            for rule in rules[kind, source, code]:
+                numbers[subject, rule.name] += count
+                sums[subject] += rule.weight * count
+                enough = rule.repeat in LEVELS and numbers[subject, rule.name] >= rule.repeat_count
+                if rule.first in LEVELS or enough or sums[subject] >= policy.suspect_score_of(kind):
+                    found.add(subject)
+    return found
+
+
+def _rules(policy: Policy, code: _Code) -> list[Rule]:
+    """The rules that may apply to that kind of evidence, on any generation."""
+    found = {(rule := policy.rule(*code, generation)).name: rule for generation in ("", *policy.generations)}
+    return list(found.values())
+
+
+def _evidence(
+    connection: Connection, wanted: Iterable[_Subject], from_us: int, to_us: int
+) -> dict[_Subject, list[EvidenceSaved]]:
     """Evidence by subject, with the keys of its jobs."""
     names = [name for name in EvidenceSaved.__struct_fields__ if name != "job"]
-    query = select(evidence.c.job, *(evidence.c[name] for name in names))
-    query = query.where(evidence.c.last_us >= from_us, evidence.c.last_us <= to_us, evidence.c.effect == "counted")
+    columns = select(evidence.c.job, *(evidence.c[name] for name in names)).where(_in_time(from_us, to_us))
     keys = _JobKeys(connection)
     found: dict[_Subject, list[EvidenceSaved]] = defaultdict(list)
-    for number, (job, *values) in enumerate(connection.execute(query.execution_options(yield_per=10_000)), 1):
-        if number > MAX_EVIDENCE:
-            raise ReplayTooLarge(f"there are more than {MAX_EVIDENCE} pieces of evidence in that time; take fewer --days")
-        row = EvidenceSaved(**dict(zip(names, values, strict=True)), job=keys.of(job))
-        found[row.kind, row.subject].append(row)
+    for kind in ("device", "node"):
+        for chunk in chunks(sorted(name for one, name in wanted if one == kind)):
+            query = columns.where(evidence.c.kind == kind, evidence.c.subject.in_(chunk))
+            for job, *values in connection.execute(query):
+                row = EvidenceSaved(**dict(zip(names, values, strict=True)), job=keys.of(job))
+                found[row.kind, row.subject].append(row)
     return found
 
 
@@ -142,11 +190,6 @@ def _real(
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing
-
-
-def _may_move(policy: Policy, kind: str, row: EvidenceSaved, generation: str) -> bool:
-    rule = policy.rule(kind, row.source, row.code, generation)
-    return bool(rule.weight or rule.repeat or rule.first != "note")
 
 
 def _first_times(found: Iterable[Any], since_us: int) -> dict[str, int]:

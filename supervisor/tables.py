@@ -8,6 +8,8 @@ This file says what the newest schema is, `rsup.migrations` how an older store g
 change here needs a migration and its name at the end of `REVISIONS`.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -71,7 +73,7 @@ COUNTED = "effect = 'counted' AND weight > 0"
 """Evidence that moves states. An index holds these rows apart, and is used where a query has this very text."""
 
 
-def _only(condition: str) -> dict[str, object]:
+def _only(condition: str) -> dict[str, Any]:
     """Options of an index of the rows that fulfil `condition` alone."""
     return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
 

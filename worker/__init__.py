@@ -79,7 +79,7 @@ def request_done(request_id: str, iteration: int) -> None:
 
 def report_checkpoint(iteration: int, path: str, duration_s: float = 0.0) -> None:
     """A checkpoint of `iteration` has become durable at `path`. One rank reports it."""
-    (_session or init()).send(_wire.RankCheckpoint(iteration, path, duration_s))
+    (_session or init()).send(_wire.RankCheckpoint(iteration, _absolute(path), duration_s))
 
 
 def resumed(iteration: int, path: str, limits: _wire.Limits | None = None) -> None:
@@ -87,7 +87,12 @@ def resumed(iteration: int, path: str, limits: _wire.Limits | None = None) -> No
 
     `limits`: the ones kept beside the checkpoint; calculation goes on from them.
     """
-    (_session or init()).send(_wire.RankResumed(iteration, path, limits))
+    (_session or init()).send(_wire.RankResumed(iteration, _absolute(path), limits))
+
+
+def _absolute(path: str) -> str:
+    """The same for every job that names the same place: by it the history knows which jobs went on from a checkpoint."""
+    return path if "://" in path or not path else os.path.abspath(path)
 
 
 def declare_exit(code: int, reason: str) -> None:

@@ -16,7 +16,7 @@ which a device is faulty; `repeat` at every computation of that iteration on tha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rsup.supervisor.wire import UsageError
@@ -116,7 +116,7 @@ def _values(text: str) -> dict[str, str]:
     return values
 
 
-def _allow(text: str, values: dict[str, str], what: str, allowed: "list[str] | tuple[str, ...]") -> None:
+def _allow(text: str, values: dict[str, str], what: str, allowed: Sequence[str]) -> None:
     for key in values:
         if key != "kind" and key not in allowed:
             raise _wrong(text, f"{key}= means nothing for {what}")
@@ -168,7 +168,7 @@ def _check_rank(fault: NumericFault, world_size: int) -> None:
         raise _wrong(str(fault), f"there is no rank {fault.rank} among {world_size}")
 
 
-def poisons(faults: "tuple[object, ...] | list[object]", rank: int) -> Callable[[int], bool]:
+def poisons(faults: Sequence[object], rank: int) -> Callable[[int], bool]:
     """Whether the batch of `rank` carries a NaN, by iteration."""
     iterations = {f.iteration for f in faults if isinstance(f, NumericFault) and f.is_data and f.rank == rank}
     return iterations.__contains__

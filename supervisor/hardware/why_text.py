@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rsup.supervisor.hardware.hardware_text import heading, standing_lines, times, what
+from rsup.supervisor.hardware.policy import built_in
 from rsup.supervisor.render import PLAIN, Paint, clean, moment
 
 MAX_EVIDENCE = 6
@@ -110,6 +111,9 @@ def _ends(story: WhyStory) -> list[str]:
         )
         lines.append(f"or by `{command} release {name} --reason ...`")
     elif state in ("quarantined", "in_repair"):
+        due = _due_first(found["rule"])
+        if due:
+            lines.append(f"a {due} is due first")
         if found["held_by_test"] and story.kind == "device":
             lines.append(f"after a passed `rsup devices test {name}` since, by `{command} release {name} --reason ...`;")
             lines.append("never by time; an operator may release it with --without-test")
@@ -122,3 +126,9 @@ def _ends(story: WhyStory) -> list[str]:
     else:
         lines.append(f"only by `{command} repair {name} --reason ...`")
     return lines
+
+
+def _due_first(label: str) -> str:
+    """`reset`, `reboot` or `repair`, as far as the built-in rules tell it of that rule."""
+    name = label.rpartition("/")[2]
+    return next((rule.until for rule in built_in().rules if rule.name == name), "")

@@ -4,14 +4,32 @@ import os
 import platform
 import time
 
-from tests.bench import bench_agent, bench_crowd, bench_hang, bench_launch, bench_restart, bench_sections
+from tests.bench import (
+    bench_agent,
+    bench_checks,
+    bench_crowd,
+    bench_hang,
+    bench_history,
+    bench_launch,
+    bench_restart,
+    bench_sections,
+)
 from tests.bench.table import Row, print_table
 
 
 def main() -> None:
     """Run them one after the other; nothing else should run meanwhile."""
     rows: list[Row] = []
-    for bench in (bench_sections, bench_launch, bench_crowd, bench_restart, bench_hang, bench_agent):
+    for bench in (
+        bench_sections,
+        bench_launch,
+        bench_crowd,
+        bench_restart,
+        bench_hang,
+        bench_agent,
+        bench_history,
+        bench_checks,
+    ):
         rows += bench.main()
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F', time.gmtime())}")
     print_table(rows)

@@ -80,7 +80,7 @@ def test_a_burst_counts_once_and_a_total_is_absolute() -> None:
 
 
 def test_transients_of_independent_jobs_within_the_window_make_a_suspect() -> None:
-    """H28: who fails again and again is seen, and one burst is not."""
+    """NH28: who fails again and again is seen, and one burst is not."""
     history = History()
     states = [history.see(other(seen("verdict", "transient"), f"t{number}", at_h=24 * number)) for number in range(3)]
     assert states == ["watch", "watch", "suspect"]
@@ -107,7 +107,7 @@ def test_the_score_adds_unlike_soft_evidence_and_fades() -> None:
 
 
 def test_suspicion_expires_by_steps_and_confirmed_faults_never_do() -> None:
-    """H5: a critical fault does not age away; suspicion does."""
+    """NH5: a critical fault does not age away; suspicion does."""
     history = History()
     history.see(seen("verdict", "suspect-1-of-n", share=0.25))
     assert history.dossier.saved.expires_us == START_US + 48 * HOUR_US
@@ -145,7 +145,7 @@ def test_a_worker_made_verdict_quarantines_at_once_and_drains_only_with_more() -
 
 @pytest.mark.parametrize("code", ["4711", "13"])
 def test_unknown_and_application_xids_never_drain(code: str) -> None:
-    """H12: a user's bug must not take a node out; an unknown Xid is watched."""
+    """NH12: a user's bug must not take a node out; an unknown Xid is watched."""
     history = History()
     for number in range(5):
         history.see(seen("xid", code, episode=f"boot:{number}", at_h=number))
@@ -153,7 +153,7 @@ def test_unknown_and_application_xids_never_drain(code: str) -> None:
 
 
 def test_a_second_time_in_the_window_is_worse() -> None:
-    """H5: "2nd within 30 d" counts the first one too, though it was released meanwhile."""
+    """NH5: "2nd within 30 d" counts the first one too, though it was released meanwhile."""
     history = History()
     history.see(seen("xid", "79", episode="boot:1"))
     history.ask("release", without_test=True)
@@ -167,7 +167,7 @@ def test_a_second_time_in_the_window_is_worse() -> None:
 
 
 def test_the_way_back_needs_a_test_a_word_and_clean_hours() -> None:
-    """H23, H28: no release without a test; on probation the next hit leads straight back."""
+    """NH23, NH28: no release without a test; on probation the next hit leads straight back."""
     history = History()
     history.see(PERSISTENT)
     refused = history.ask("release")
@@ -197,7 +197,7 @@ def test_what_is_old_does_not_come_back_after_a_release() -> None:
 
 
 def test_a_passed_test_lowers_suspicion_and_does_not_end_what_is_certain() -> None:
-    """H15, H18: a pass is weak evidence, a skip none."""
+    """NH15, NH18: a pass is weak evidence, a skip none."""
     history = History()
     history.see(seen("verdict", "suspect-1-of-n", share=0.5))
     assert history.see(seen("test", "skipped", episode="test:1", at_h=1)) == "suspect"
@@ -219,7 +219,7 @@ def test_inert_and_refused_evidence_is_kept_and_moves_nothing() -> None:
 
 
 def test_retired_never_comes_back_by_itself() -> None:
-    """H9, H26."""
+    """NH9, NH26."""
     history = History()
     history.ask("retire", "RMA 17", ticket="RMA-17")
     assert history.state == "retired" and history.dossier.saved.ticket == "RMA-17"
@@ -376,7 +376,7 @@ def test_reasons_fit_into_slurms_line() -> None:
 
 
 def test_a_sites_file_is_merged_over_the_built_in_rules(tmp_path: Path) -> None:
-    """H25, H29: policy as data, that a site can change."""
+    """NH25, NH29: policy as data, that a site can change."""
     path = tmp_path / "site.toml"
     path.write_text('name = "site-3"\nsuspect_ttl_h = 24.0\n[rules.mine]\nsource = "xid"\ncodes = ["79"]\nfirst = "watch"\n')
     mine = policy.load(path)
@@ -423,7 +423,7 @@ def test_rules_know_gpu_generations(tmp_path: Path) -> None:
 
 
 def test_the_guard_counts_by_number_share_and_hour() -> None:
-    """H11: zero is a normal value, small clusters may lose two."""
+    """NH11: zero is a normal value, small clusters may lose two."""
     guard = policy.built_in().guard
     assert guard.allows(0, 0, 0) and guard.allows(1, 10, 1) and not guard.allows(2, 10, 1)
     assert guard.allows(2, 100, 1) and not guard.allows(2, 100, 4) and not guard.allows(2, 100, 1, in_rack=2)

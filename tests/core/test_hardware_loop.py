@@ -206,7 +206,7 @@ def test_another_board_number_for_a_known_serial_is_not_believed() -> None:
 
 
 def test_a_board_that_moves_closes_its_seat_and_keeps_its_record() -> None:
-    """H9: the record follows the serial, to another node and under another UUID; the node keeps only what is the node's."""
+    """NH9: the record follows the serial, to another node and under another UUID; the node keeps only what is the node's."""
     fleet = Fleet()
     fleet.enter("a", gpu("a"), gpu("b"))
     fleet.run("a")
@@ -245,7 +245,7 @@ def test_gpus_of_one_board_are_apart_though_they_share_its_serial() -> None:
 
 
 def test_an_operators_word_concerns_the_next_attempt() -> None:
-    """H23: running ranks are not killed because somebody quarantines their device."""
+    """NH23: running ranks are not killed because somebody quarantines their device."""
     fleet = Fleet()
     fleet.enter("a", gpu("a"), gpu("b"), gpu("c"), policy=wire.RestartPolicy(max_restarts=3))
     fleet.run("a")
@@ -351,6 +351,6 @@ def test_time_ends_suspicion_and_overrides_and_clean_running_ends_probation() ->
     "text", ["0000:1B:00", "PCI:0000:1b:00", "00000000:1B:00.0", "1b:00.0", "0:1b:00", "pci:00000000:1b:00", " 1B:00 "]
 )
 def test_pci_bus_ids_have_one_form(text: str) -> None:
-    """H8: an Xid line, NVML and sysfs write the same address in different ways."""
+    """NH8: an Xid line, NVML and sysfs write the same address in different ways."""
     assert normal_pci(text) == "00000000:1b:00.0"
     assert normal_pci("usb-1") == "usb-1" and normal_pci("") == ""

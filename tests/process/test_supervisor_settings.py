@@ -19,6 +19,8 @@ EXAMPLES = {
     "database_url": ("postgresql://h/d", "postgresql://h/d"),
     "key_file": ("/k", "/k"),
     "idle_exit": ("2.5", 2.5),
+    "device_policy": ("/p.toml", "/p.toml"),
+    "accept_injected": ("true", True),
     "debug": ("yes", True),
 }
 

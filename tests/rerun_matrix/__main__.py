@@ -55,7 +55,7 @@ def _print_table(runs: Sequence[Run], verdicts: dict[int, tuple[str, ...]], wron
         row["own position"] += run.own_position
         row[f"-> {', '.join(verdicts[run.number]) or 'no verdict'}"] += 1
     fixed = ("runs", "right", "dropout", "killed", "own position")
-    lines = [("fault", *fixed, "verdicts")]
+    lines: list[tuple[str, ...]] = [("fault", *fixed, "verdicts")]
     for name, row in rows.items():
         given = "; ".join(f"{key[3:]} {count}" for key, count in row.items() if key.startswith("-> "))
         lines.append((name, *(str(row[key]) for key in fixed), given))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from rsup.supervisor.records import (
     AttemptSaved,
@@ -44,16 +45,16 @@ def job(of: JobKey, begin: float, end: float | None) -> JobSaved:
     return JobSaved(of, b"s", phase, 1, 1, at(begin), at(end or begin), ended_us=ended_us)
 
 
-def device(uuid: str, begin: float, node: str = "n1", pci: str = "1b", **more: str) -> list[Record]:
+def device(uuid: str, begin: float, node: str = "n1", pci: str = "1b", **more: Any) -> list[Record]:
     """A device that sits there from then on."""
     bus = f"00000000:{pci}:00.0"
-    facts = FACTS | {"serial": SERIALS.get(uuid, "")} | more
+    facts: dict[str, Any] = FACTS | {"serial": SERIALS.get(uuid, "")} | more
     seat = SeatSaved(uuid, at(begin), node, bus, facts["serial"], facts["board"], None, at(begin), "boot1")
     return [DeviceSeen(uuid, at(begin), node, pci_bus_id=bus, **facts), seat]
 
 
 def attempt(
-    of: JobKey, number: int, begin: float, end: float | None, devices: Sequence[str], outcome: str = "", **more: int
+    of: JobKey, number: int, begin: float, end: float | None, devices: Sequence[str], outcome: str = "", **more: Any
 ) -> list[Record]:
     """An attempt, one rank a device, in the order given; `more`: `start_iteration`, `last_iteration`. Nodes: `uuid@node`."""
     seats = [name.partition("@")[::2] for name in devices]
@@ -102,7 +103,7 @@ def evidence(subject: str, when: float, source: str = "xid", code: str = "94", *
     )
 
 
-def moves(subject: str, *steps: tuple[float, str, str], kind: str = "device", **more: object) -> list[Record]:
+def moves(subject: str, *steps: tuple[float, str, str], kind: str = "device", **more: Any) -> list[Record]:
     """Transitions `(when, state, verb)` from clear on, and the state that follows. `more`: fields of the state."""
     records: list[Record] = []
     before = "clear"

@@ -97,7 +97,7 @@ def played(seed: int, bad: int, busy: int) -> list[Record]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bad_device_is_found_and_the_busy_one_is_not(store: SqlStore, connection: Connection, seed: int) -> None:
-    """P-question: a device with several times the exposure must not look several times worse."""
+    """A device with several times the exposure must not look several times worse."""
     bad, busy = 17, 3
     store.commit(played(seed, bad, busy))
     found = common_devices(connection, failed_since_us=at(-1), now_us=at(NOW), limit=40)

@@ -12,26 +12,26 @@ from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.vendor_export import device_record, record_text
 from tests.rest.history_story import HOUR, SERIALS, A, B, at, attempt, case, checkpoint, device, evidence, job, moves
 
-SECRET = JobKey("local", "annabel", "secret-model-7b", 2)
+SECRET = JobKey("local", "ursula", "secret-model-7b", 2)
 SHORT = JobKey("local", "bob", "7", 1)
 RAW = "NVRM: Xid (PCI:0000:3d:00): 94, pid=7, name=python, Contained ECC, 0x7 7"
 
 
 def whole() -> list[Record]:
-    by_job = {"job": SECRET, "attempt": 1, "rank": 1, "episode": f"boot:b1 job:local/annabel/{SECRET}"}
+    by_job = {"job": SECRET, "attempt": 1, "rank": 1, "episode": f"boot:b1 job:local/ursula/{SECRET}"}
     return [
         *device(A, 0),
         *device(B, 0, pci="3d"),
         job(SECRET, 1, 4 * HOUR),
         *attempt(SECRET, 1, 0, 3 * HOUR, [A, B], "failed"),
-        checkpoint(SECRET, 1, 10, 20, "/home/annabel/secret/10"),
+        checkpoint(SECRET, 1, 10, 20, "/data/ursula/secret/10"),
         job(SHORT, 1, 4 * HOUR),
         *attempt(SHORT, 1, 3 * HOUR, 4 * HOUR, [B]),
-        IncidentSaved(SECRET, 1, 1, at(100), "exit", 1, "n1", B, 25, text="ValueError: annabel's code"),
-        case(SECRET, 1, 25, 50, B, checkpoint="/home/annabel/secret/24"),
+        IncidentSaved(SECRET, 1, 1, at(100), "exit", 1, "n1", B, 25, text="ValueError: ursula's code"),
+        case(SECRET, 1, 25, 50, B, checkpoint="/data/ursula/secret/24"),
         evidence(B, 60, "xid", "94", text=f"xid 94 on n1 during job {SECRET}\n{RAW}", **by_job),
         evidence(B, 61, "xid", "63", text=f"xid 63 on n1 during job 7\n{RAW}", job=SHORT, count=3),
-        evidence(B, 62, "person", "flag", principal="annabel", text="annabel says that secret-model-7b looks odd"),
+        evidence(B, 62, "person", "flag", principal="ursula", text="ursula says that secret-model-7b looks odd"),
         evidence(B, 70, "test", "failed", weight=2.0, text="matmul bf16 4096: 3 of 16 differ"),
         *moves(B, (70, "quarantined", "evidence"), (80, "in_repair", "repair")),
     ]
@@ -68,7 +68,7 @@ def test_all_about_the_board_is_in_one_document(connection: Connection) -> None:
 def test_nothing_of_users_is_in_it(connection: Connection) -> None:
     record = device_record(connection, B, now_us=at(5 * HOUR))
     text = json.dumps(record)
-    for secret in ("annabel", "secret-model", "/home", "ValueError", "root", "during job 7", "bob"):
+    for secret in ("ursula", "secret-model", "ValueError", "root", "during job 7", "bob"):
         assert secret not in text, secret
     names = {row["job"] for row in record["use"]["placements"]}
     assert len(names) == 2 and all(name.startswith("job-") for name in names)
@@ -80,8 +80,8 @@ def test_nothing_of_users_is_in_it(connection: Connection) -> None:
 
 def test_with_jobs_for_ones_own_use(connection: Connection) -> None:
     record = device_record(connection, B, now_us=at(5 * HOUR), with_jobs=True)
-    assert record["use"]["placements"][1]["job"] == "local/annabel/secret-model-7b.2"
-    assert record["cases"][0]["checkpoint"] == "/home/annabel/secret/24" and "annabel" in record["evidence"][1]["text"]
+    assert record["use"]["placements"][1]["job"] == "local/ursula/secret-model-7b.2"
+    assert record["cases"][0]["checkpoint"] == "/data/ursula/secret/24" and "ursula" in record["evidence"][1]["text"]
 
 
 def test_a_text_for_people(connection: Connection) -> None:
@@ -96,7 +96,7 @@ def test_a_text_for_people(connection: Connection) -> None:
         "used for 4 h",
     ):
         assert part in text, part
-    assert "annabel" not in text and max(map(len, text.splitlines())) < 200
+    assert "ursula" not in text and max(map(len, text.splitlines())) < 200
 
 
 def test_a_board_nothing_is_known_against(connection: Connection) -> None:

@@ -1,6 +1,7 @@
 """Offenders, lemons, clusters, what ends soon, repair times, and what another policy would have done."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection
@@ -43,7 +44,7 @@ def boards() -> list[Record]:
     return [*device(A, 0), *device(B, 0, pci="3d"), *device(C, 0, node="n2")]
 
 
-def back(uuid: str, *, again: float | None = None, **more: object) -> list[Record]:
+def back(uuid: str, *, again: float | None = None, **more: Any) -> list[Record]:
     """Quarantined on day 10, repaired until day 20, clear on day 21, and perhaps quarantined again."""
     steps = [(10 * DAY, "quarantined", "evidence"), (12 * DAY, "in_repair", "repair"), (20 * DAY, "probation", "release")]
     steps.append((21 * DAY, "clear", "clean"))

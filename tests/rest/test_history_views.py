@@ -76,7 +76,7 @@ def test_a_place_means_what_sat_there_then(connection: Connection) -> None:
 
 
 def test_a_board_keeps_its_story_under_another_uuid(connection: Connection) -> None:
-    """H-faults: a serial that comes back from repair in another node carries its record along."""
+    """A serial that comes back from repair in another node carries its record along."""
     assert find_device(connection, SERIALS[B]).uuids == tuple(sorted((B, MOVED)))
     found = timeline(connection, MOVED)
     assert found["subject"]["other_uuids"] == [B] and found["then"]["state"] == "probation"

@@ -40,7 +40,9 @@ class SimAgent:
 
     def __init__(self, world: World, info: wire.AgentInfo, spec: wire.JobSpec) -> None:
         self.world, self.info, self.spec = world, info, spec
-        settings = Settings(spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, info.node)
+        settings = Settings(
+            spec.stop_grace_s, spec.supervisor_grace_s, spec.fence_timeout_s, spec.join_timeout_s, node=info.node
+        )
         self.state = new_state(settings, self.moment())
         self.spool = FileSpool(None)
         self.cases = CaseRelay(self._answer_rank, self.spool, lambda: world.now_s)

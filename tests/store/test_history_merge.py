@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -153,22 +154,29 @@ def test_two_stories_of_one_device_are_told_in_order_of_time(sql_target: Path | 
     assert check(sql_target, capsys)["ok"]
 
 
-@pytest.mark.parametrize("last", [(90, "clear", "expiry"), (90, "clear", "release"), (90, "suspect", "evidence")])
-def test_a_merge_never_releases_what_is_held_here(
-    sql_target: Path | str, tmp_path: Path, capsys, last: tuple[int, str, str]
-) -> None:
+def test_a_merge_never_releases_what_is_held_here(sql_target: Path | str, tmp_path: Path, capsys) -> None:
     """The other store's word was about another story: its newer `clear` knew nothing of our quarantine."""
-    fill(sql_target, *history((10, "watch", "evidence"), (40, "quarantined", "evidence")))
-    fill(tmp_path / "other.db", *history((20, "watch", "evidence"), last))
-    merge(sql_target, tmp_path / "other.db", capsys)
-    assert states(sql_target)[G][0] == "quarantined"
-    version, _, before, after, verb = line_of(sql_target)[-1]
-    assert (before, after, verb) == (last[1], "quarantined", "merge") and states(sql_target)[G][1] == version
+    lasts = {"G1": (90, "clear", "expiry"), "G2": (90, "clear", "release"), "G3": (90, "suspect", "evidence")}
+    ours = [
+        record for one in lasts for record in history((10, "watch", "evidence"), (40, "quarantined", "evidence"), subject=one)
+    ]
+    fill(sql_target, *ours)
+    fill(
+        tmp_path / "other.db",
+        *(r for one, last in lasts.items() for r in history((20, "watch", "evidence"), last, subject=one)),
+    )
+    assert merge(sql_target, tmp_path / "other.db", capsys)["changed_subjects"] == 3
+    for one, last in lasts.items():
+        version, _, before, after, verb = line_of(sql_target, one)[-1]
+        assert (before, after, verb) == (last[1], "quarantined", "merge") and states(sql_target)[one] == (
+            "quarantined",
+            version,
+        )
     assert merge(sql_target, tmp_path / "other.db", capsys)["changed_subjects"] == 0
     assert check(sql_target, capsys)["ok"]
 
 
-def test_injected_faults_accuse_nobody_in_another_store(sql_target: Path | str, tmp_path: Path, capsys) -> None:
+def test_injected_faults_accuse_nobody_in_another_store(database: Path, tmp_path: Path, capsys) -> None:
     """An embedded store lets injected evidence move states; a shared one does not."""
     real = replace(evidence(2), subject="GPU-2")
     fill(
@@ -178,39 +186,40 @@ def test_injected_faults_accuse_nobody_in_another_store(sql_target: Path | str, 
         *history((20, "quarantined", "evidence")),
         *history((20, "quarantined", "evidence"), subject="GPU-2"),
     )
-    assert merge(sql_target, tmp_path / "other.db", capsys)["changed_subjects"] == 1
-    assert states(sql_target) == {"GPU-2": ("quarantined", 1)}
-    effects = {row.fingerprint: row.effect for row in rows(sql_target, tables.evidence)}
+    assert merge(database, tmp_path / "other.db", capsys)["changed_subjects"] == 1
+    assert states(database) == {"GPU-2": ("quarantined", 1)}
+    effects = {row.fingerprint: row.effect for row in rows(database, tables.evidence)}
     assert effects["f2"] == "counted" and effects["f1"].startswith("inert: injected")
 
 
-def test_stays_of_one_board_do_not_overlap(sql_target: Path | str, tmp_path: Path, capsys) -> None:
+def test_stays_of_one_board_do_not_overlap(database: Path, tmp_path: Path, capsys) -> None:
     place = ("n1", "00000000:1b:00.0", "77")
-    fill(sql_target, SeatSaved(G, 10, *place, seen_us=30), SeatSaved("GPU-2", 10, "n1", "00000000:2b:00.0", "78", seen_us=10))
+    fill(database, SeatSaved(G, 10, *place, seen_us=30), SeatSaved("GPU-2", 10, "n1", "00000000:2b:00.0", "78", seen_us=10))
     fill(
         tmp_path / "other.db",
         SeatSaved(G, 20, *place, to_us=50, seen_us=50),
         SeatSaved(G, 60, "n2", "00000000:1b:00.0", "77", seen_us=90),
     )
     for _ in range(2):
-        merge(sql_target, tmp_path / "other.db", capsys)
-        stays = [(row.uuid, row.node, row.from_us, row.to_us) for row in rows(sql_target, tables.seats)]
+        merge(database, tmp_path / "other.db", capsys)
+        stays = [(row.uuid, row.node, row.from_us, row.to_us) for row in rows(database, tables.seats)]
         assert stays == [(G, "n1", 10, 50), (G, "n2", 60, None), ("GPU-2", "n1", 10, None)]
 
 
 def test_stays_are_joined_by_place_and_time() -> None:
-    def stay(node: str, from_us: int, to_us: int | None) -> dict[str, object]:
-        seen_us = to_us or from_us
+    def stay(node: str, from_us: int, to_us: int | None) -> dict[str, Any]:
+        unknown = dict.fromkeys(("serial", "board", "boot_id"), "")
         return {
             "uuid": G,
             "from_us": from_us,
             "node": node,
             "pci_bus_id": "p",
             "to_us": to_us,
-            "seen_us": seen_us,
-        } | dict.fromkeys(("serial", "board", "boot_id"), "")
+            "seen_us": to_us or from_us,
+            **unknown,
+        }
 
-    def joined(*stays: dict[str, object]) -> list[tuple[object, object, object]]:
+    def joined(*stays: dict[str, Any]) -> list[tuple[object, object, object]]:
         return [(one["node"], one["from_us"], one["to_us"]) for one in join_stays(stays)]
 
     assert joined(stay("a", 1, 5), stay("a", 3, 9)) == [("a", 1, 9)]

@@ -258,7 +258,7 @@ def test_an_unreachable_directory_stops_writing_until_it_is_back(open_store, sha
 def test_over_quota_the_lease_is_still_renewed(open_store, shared: Path) -> None:
     if os.getuid():
         pytest.skip("only root may mount a small disk")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(shared.parent)]).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(shared.parent)]).returncode:
         pytest.skip("may not mount here")
     try:
         store = open_store(shared, holder=holder("here"), timing=TIMING)

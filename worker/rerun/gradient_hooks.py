@@ -32,7 +32,9 @@ class BucketAverage:
                     parameter.register_hook(self._look(parameter))
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the reduction of the bucket."""
+        """Start the reduction of the bucket. The future gives a list of one tensor, which DDP takes as well as a tensor: no
+        Python runs on the communication's own thread.
+        """
         buffer = bucket.buffer()
         if buffer.is_sparse:
             buffer.div_(self._world_size)
@@ -42,7 +44,7 @@ class BucketAverage:
             buffer.mul_(1.0 / self._world_size)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(_first))
+        return cast("torch.futures.Future[torch.Tensor]", work.get_future())
 
     def _divide_each(self, bucket: GradBucket) -> None:
         storage = bucket.buffer().untyped_storage().data_ptr()
@@ -82,7 +84,7 @@ class MeasuringReduceScatter:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters that it communicates together; torch 2.11 has at most one a module, later releases several."""
+    """FSDP2's groups of parameters that it communicates together; torch 2.11 has one a module, later ones several."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -105,7 +107,3 @@ def measure_reduce_scatter(module: FSDPModule, measure: Callable[[int, torch.Ten
         else:
             group._reduce_scatter_comm = comm
     return len(groups)
-
-
-def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
-    return cast(torch.Tensor, future.value()[0])
