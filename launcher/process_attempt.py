@@ -55,10 +55,18 @@ def _start_line(state: AgentState, command: wire.StartAttempt) -> str:
     if not why and failed:
         how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"
         why = f"rank {failed.rank} {how}"
-    limit = f" of {command.max_restarts}" if command.max_restarts else ""
-    restart = f" (restart {command.attempt - 1}{limit})" if command.attempt > 1 else ""
+    restart = f" ({_restart(state, command)})" if command.attempt > 1 else ""
     size = f" with {_size(command)}" if state.settings.max_nodes > 1 else ""
     return f"rsup: attempt {command.attempt} starts{size}{why and ': '}{why}{restart}"
+
+
+def _restart(state: AgentState, command: wire.StartAttempt) -> str:
+    """Which restart it is, or that it is none that counts."""
+    spent = command.restarts_spent
+    if state.start is not None and spent >= 0 and spent == state.start.restarts_spent:
+        return "costs no restart"
+    limit = f" of {command.max_restarts}" if command.max_restarts else ""
+    return f"restart {spent if spent >= 0 else command.attempt - 1}{limit}"
 
 
 def _size(command: wire.StartAttempt) -> str:

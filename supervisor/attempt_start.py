@@ -152,6 +152,7 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
                 avoid=avoided_by(state, member),
                 first_role_rank=role_ranks[role],
                 role_world_size=role_sizes[role],
+                restarts_spent=state.budget.restarts,
             ),
         )
         role_ranks[role] += member.info.num_ranks

@@ -670,6 +670,8 @@ class StartAttempt(Command, frozen=True):
     first_role_rank: int = 0
     role_world_size: int = 0
     """This node's ranks among those of its role, and how many have it. 0: all ranks have one role."""
+    restarts_spent: int = -1
+    """Restarts that count, so far; -1: every attempt but the first was one."""
 
 
 class StopAttempt(Command, frozen=True):

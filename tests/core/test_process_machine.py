@@ -336,6 +336,20 @@ def test_a_restart_is_said_in_one_line_with_its_cause() -> None:
     assert said.text == "rsup: attempt 3 starts: rank 5 on other hung (restart 2 of 3)"
 
 
+def test_a_free_restart_does_not_say_that_one_was_spent() -> None:
+    agent = Agent().join()
+    agent.order(replace(start_command(), restarts_spent=0))
+    agent.feed(ev.RanksSpawned(1, (11, 12)))
+    for attempt, spent, expected in ((2, 0, "costs no restart"), (3, 1, "restart 1 of 3"), (4, 1, "costs no restart")):
+        agent.die(0, 16)
+        agent.die(1, 16)
+        agent.feed(ev.AllReaped(attempt - 1))
+        command = replace(start_command(attempt=attempt), restarts_spent=spent)
+        (said,) = of(agent.order(command, epoch=attempt), ev.PrintReport)
+        assert said.text.endswith(f"({expected})")
+        agent.feed(ev.RanksSpawned(attempt, (11 + 2 * attempt, 12 + 2 * attempt)))
+
+
 def test_several_nodes_are_told_what_starts_and_a_newcomer_no_cause_that_it_does_not_know() -> None:
     said = of(Agent(max_nodes=2).join().order(start_command(attempt=2)), ev.PrintReport)
     assert [report.text for report in said] == ["rsup: attempt 2 starts with 2 ranks on 1 node (restart 1 of 3)"]

@@ -87,15 +87,16 @@ def _run_set(runs: Sequence[Run], world_size: int, folder: Path, deadline: float
 
 def _from_json(line: str) -> Found:
     values: dict[str, Any] = json.loads(line)
-    return Found(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    lists: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    return Found(**(values | lists))
 
 
 def _become_rank(runs: Sequence[Run], rank: int, world_size: int, folder: Path) -> None:
     code = 1
     try:
         make_deterministic()
-        store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_S))
+        where, timeout = f"file://{folder}/store", timedelta(seconds=COLLECTIVE_S)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size, timeout=timeout)
         player = _Player(rank, folder)
         for run in runs:
             found = player.play(run)
@@ -133,12 +134,11 @@ class _Player:
         self._job, self._attempt = f"run-{run.number}", 1
         folder = self._folder / self._job
         mine = Rank(run, self._rank, folder, MemoryMarks(), [])
-        placement, checkpoint, ends = Placement(run.devices, run.spares), b"", ""
+        placement, outcome, ends = Placement(run.devices, run.spares), Outcome("", b""), ""
         reports: list[CaseReport] = []
         while not ends:
             self._reports = []
-            outcome = run_attempt(mine, placement.devices[self._rank], checkpoint)
-            checkpoint = outcome.checkpoint
+            outcome = run_attempt(mine, placement.devices[self._rank], outcome.checkpoint)
             told = self._told_by_rank_0()
             reports += told
             ends = _follow(outcome, told, placement)
@@ -168,7 +168,7 @@ class _Player:
             first = next((i for i, verdict in enumerate(verdicts) if verdict != "undecided"), len(verdicts))
             verdicts = verdicts[first:]
         accused = frozenset(uuid for report in closed.values() if report.verdict == "persistent" for uuid in report.accused)
-        expected = run.expected if struck or not _has_numeric(run) else Expected(((),), result="undisturbed")
+        expected = run.expected if struck or not _may_not_strike(run) else Expected(((),), result="undisturbed")
         wrong = []
         if verdicts not in expected.verdicts:
             wrong.append(f"verdicts {list(verdicts)} instead of {' or '.join(str(list(v)) for v in expected.verdicts)}")
@@ -198,8 +198,8 @@ class _Player:
         return self._references[key]
 
 
-def _has_numeric(run: Run) -> bool:
-    """Whether whether it strikes is known only afterwards: faults that show for some data only."""
+def _may_not_strike(run: Run) -> bool:
+    """Of faults that show for some data only it is known afterwards whether they struck."""
     return any("when=" in fault for fault in run.faults)
 
 

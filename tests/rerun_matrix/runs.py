@@ -173,7 +173,7 @@ def data_dependent(draw: random.Random) -> Run:
     device = f"D{draw.randrange(world_size)}"
     modulus = draw.choice((2, 2, 3))
     fault = f"device={device},{draw.choice(VISIBLE)},when={draw.randrange(modulus)}/{modulus}"
-    return _run("data-dependent", world_size, [fault], Expected((("persistent",), ()), frozenset({device})))
+    return _run("data-dependent", world_size, [fault], Expected((("persistent",),), frozenset({device})))
 
 
 def application(draw: random.Random) -> Run:

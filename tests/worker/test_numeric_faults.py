@@ -123,7 +123,8 @@ class Computer:
 
     def __init__(self, *faults: str, rank: int = 0, device: str = "a", marks: object = None) -> None:
         torch.manual_seed(1)
-        self.module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        first, self.last = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.module = nn.Sequential(first, self.last)
         self.said: list[str] = []
         parsed = [parse_any_fault(fault) for fault in faults]
         self.corruption = Corruption(parsed, rank, device, marks or MemoryMarks(), self.module, self.said.append)  # type: ignore[arg-type]
@@ -183,11 +184,11 @@ def test_some_faults_show_for_some_inputs_only() -> None:
 
 def test_a_damaged_parameter_stays_so() -> None:
     computer = Computer("rank=0,iteration=3,kind=bitflip,site=param,bit=22,param=1.weight,element=1")
-    before = computer.module[1].weight.detach().clone()
+    before = computer.last.weight.detach().clone()
     assert computer.run(2) == healthy()
     changed = computer.run(3)
     assert changed != healthy() and computer.run(3) == computer.run(4) == changed
-    assert (computer.module[1].weight != before).tolist() == [[False, True]]
+    assert torch.ne(computer.last.weight, before).tolist() == [[False, True]]
 
 
 def test_a_parameter_that_is_not_there_is_said_at_the_start() -> None:

@@ -1,4 +1,4 @@
-"""The whole rerun machine on four real ranks: DDP, FSDP2, and data by tensor parallelism; the checks are in `rerun_ranks.py`."""
+"""The whole rerun machine on four real ranks: DDP, FSDP2, data by tensor parallelism; the checks are in `rerun_ranks.py`."""
 
 import ast
 from pathlib import Path

@@ -32,9 +32,7 @@ class BucketAverage:
                     parameter.register_hook(self._look(parameter))
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the reduction of the bucket. The future gives a list of one tensor, which DDP takes as well as a tensor: no
-        Python runs on the communication's own thread.
-        """
+        """Start the reduction of the bucket."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
             buffer.div_(self._world_size)
@@ -44,7 +42,7 @@ class BucketAverage:
             buffer.mul_(1.0 / self._world_size)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        return cast("torch.futures.Future[torch.Tensor]", work.get_future())
+        return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(_first))
 
     def _divide_each(self, bucket: GradBucket) -> None:
         storage = bucket.buffer().untyped_storage().data_ptr()
@@ -107,3 +105,7 @@ def measure_reduce_scatter(module: FSDPModule, measure: Callable[[int, torch.Ten
         else:
             group._reduce_scatter_comm = comm
     return len(groups)
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    return cast(torch.Tensor, future.value()[0])
