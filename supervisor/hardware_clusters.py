@@ -3,13 +3,12 @@ with what their number would let expect (`rate_ratio`). A device's firmware, dri
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from rsup.supervisor.history_jobs import chunks
 from rsup.supervisor.moments import DAY_US
 from rsup.supervisor.rate_ratio import log_bayes_factor, probabilities, rate_ratio
 from rsup.supervisor.tables import devices, subjects, transitions
@@ -42,45 +41,44 @@ def clusters(
     column = devices.c.node if by == "rack" else devices.c[by]
     group_of = _rack_finder(rack_pattern) if by == "rack" else str
     since_us = now_us - round(days * DAY_US)
-    counted = {value: count for value, count in connection.execute(select(column, func.count()).group_by(column))}
-    sizes = _grouped(counted, group_of)
-    troubled = _in_trouble(connection, since_us)
-    hit = Counter[str]()
-    for chunk in chunks(sorted(troubled)):
-        hit.update(group_of(value) for value in connection.execute(select(column).where(devices.c.uuid.in_(chunk))).scalars())
+    sizes = _grouped(connection.execute(select(column, func.count()).group_by(column)), group_of)
+    troubled = devices.c.uuid.in_(_in_trouble(since_us))
+    hit = _grouped(connection.execute(select(column, func.count()).where(troubled).group_by(column)), group_of)
     total, failures = sum(sizes.values()), sum(hit.values())
-    rows = [_group(by, name, sizes[name], hit[name], total, failures) for name in hit]
+    group = cache(partial(_group, total=total, failures=failures))
+    rows = [{by: name, **group(sizes[name], hit[name])} for name in hit]
     found, none = (
         probabilities([row.pop("log_factor") for row in rows], len(sizes)) if len(sizes) > 1 else ([0.0] * len(rows), 1.0)
     )
     for row, probability in zip(rows, found, strict=True):
         row["probability"] = probability
     rows.sort(key=lambda row: (-row["probability"], -row["in_trouble"], row[by]))
-    sound = [_group(by, name, size, 0, total, failures) for name, size in sizes.most_common(limit) if not hit[name]]
-    for row in sound:
-        row.pop("log_factor")
-        row["probability"] = None
+    sound = [(name, size) for name, size in sizes.most_common(limit + len(hit)) if name not in hit][: max(0, limit - len(rows))]
+    rows += [{by: name, **group(size, 0), "log_factor": None, "probability": None} for name, size in sound]
+    for row in rows:
+        row.pop("log_factor", None)
     counts = {"devices": total, "in_trouble": failures, "groups": len(sizes)}
-    return {"by": by, "since": iso(since_us), **counts, "groups_shown": [*rows, *sound][:limit], "none": none}
+    return {"by": by, "since": iso(since_us), **counts, "groups_shown": rows[:limit], "none": none}
 
 
-def _group(by: str, name: str, size: int, in_trouble: int, total: int, failures: int) -> Json:
+def _group(size: int, in_trouble: int, total: int, failures: int) -> Json:
+    """The figures of a group, the same for groups that are alike."""
     expected = failures * size / total
-    factor = log_bayes_factor([1] * in_trouble, failures, size / total)
+    found, factor = rate_ratio(in_trouble, expected), log_bayes_factor([1] * in_trouble, failures, size / total)
     counted = {"devices": size, "in_trouble": in_trouble, "expected": expected}
-    return {by: name, **counted, **asdict(rate_ratio(in_trouble, expected)), "log_factor": factor}
+    return {**counted, "ratio": found.ratio, "above_one": found.above_one, "log_factor": factor}
 
 
-def _in_trouble(connection: Connection, since_us: int) -> set[str]:
+def _in_trouble(since_us: int) -> Any:
+    """UUIDs of devices that are suspect or worse, or were since then."""
     now = select(subjects.c.subject).where(subjects.c.kind == "device", subjects.c.state.in_(IN_TROUBLE))
-    then = select(transitions.c.subject).where(transitions.c.kind == "device", transitions.c.at_us >= since_us)
-    then = then.where(transitions.c.after.in_(IN_TROUBLE)).distinct()
-    return {*connection.execute(now).scalars(), *connection.execute(then).scalars()}
+    then = select(transitions.c.subject).where(transitions.c.kind + "" == "device", transitions.c.at_us >= since_us)
+    return now.union(then.where(transitions.c.after.in_(IN_TROUBLE)))
 
 
-def _grouped(counts: Mapping[str, int], group_of: Callable[[str], str]) -> Counter[str]:
+def _grouped(counts: Iterable[Any], group_of: Callable[[str], str]) -> Counter[str]:
     sizes = Counter[str]()
-    for value, count in counts.items():
+    for value, count in counts:
         sizes[group_of(value)] += count
     return sizes
 

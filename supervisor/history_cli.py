@@ -215,8 +215,8 @@ def _show(arguments: argparse.Namespace, question: Question, text_of: str, *, fr
 
 
 def _answer(arguments: argparse.Namespace, question: Question, *, from_store: bool) -> Json:
-    """From the running supervisor, else from the store. `from_store`: the other way round (it costs seconds, which are ours then),
-    or the store only where the question cannot be posted."""
+    """From the running supervisor, else from the store. `from_store`: the other way round, since it costs seconds, which are
+    then ours; or only the store, where the question cannot be posted."""
     state = places.state_dir(arguments.state_dir)
     if from_store:
         try:

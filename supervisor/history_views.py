@@ -186,7 +186,7 @@ def _of_column(table: Any, name: str, column: Column[str], at: Column[int], key:
     columns = [entry for entry in table.c if entry.name != "stacks"]
 
     def read(connection: Connection, names: Sequence[str], bound_us: int | None, wanted: int) -> list[_Entry]:
-        query: Select[Any] = select(*columns).where(column.in_(names))
+        query: Any = select(*columns).where(column.in_(names))
         return _newest(connection, query, name, at, key, bound_us, wanted)
 
     return read

@@ -3,13 +3,13 @@ and what ends by itself soon."""
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, RowMapping, func, or_, select
 
-from rsup.supervisor.history_jobs import chunks
 from rsup.supervisor.moments import DAY_US
 from rsup.supervisor.tables import devices, nodes, subjects, transitions
 from rsup.supervisor.view_times import iso
@@ -92,22 +92,28 @@ def _by_rule(outages: Sequence[Json]) -> list[Json]:
 
 def _outages(connection: Connection, since_us: int, kind: str) -> list[Json]:
     """Stays out of use that ended since then."""
-    ended = select(transitions.c.subject).where(transitions.c.at_us >= since_us, transitions.c.kind == kind)
-    ended = ended.where(transitions.c.before.in_(OUT), transitions.c.after.not_in(OUT)).distinct()
-    names = sorted(connection.execute(ended).scalars())
-    columns = ("subject", "version", "at_us", "before", "after", "verb", "rule", "principal")
+    table = transitions.c
+    ended = select(table.subject).where(table.at_us >= since_us, table.kind + "" == kind)  # so the time finds its index
+    ended = ended.where(table.before.in_(OUT), table.after.not_in(OUT)).distinct()
+    query = select(table.subject, table.at_us, table.after, table.verb, table.rule)
+    query = query.where(table.kind == kind, table.subject.in_(ended)).order_by(table.subject, table.version)
     found: list[Json] = []
-    for chunk in chunks(names):
-        query = select(*(transitions.c[name] for name in columns)).where(transitions.c.kind == kind)
-        query = query.where(transitions.c.subject.in_(chunk)).order_by(transitions.c.subject, transitions.c.version)
-        for _, rows in groupby(connection.execute(query).mappings(), key=lambda row: row["subject"]):
-            found += [
-                outage for outage in outages_of(list(rows)) if outage["end_us"] is not None and outage["end_us"] >= since_us
-            ]
+    for _, rows in groupby(connection.execute(query), key=itemgetter(0)):
+        changes = [Change(*row[1:]) for row in rows]
+        found += [outage for outage in outages_of(changes) if outage["end_us"] is not None and outage["end_us"] >= since_us]
     return found
 
 
-def outages_of(history: Sequence[Mapping[Any, Any]]) -> list[Json]:
+class Change(NamedTuple):
+    """What counts of a transition."""
+
+    at_us: int
+    after: str
+    verb: str
+    rule: str
+
+
+def outages_of(history: Sequence[Change]) -> list[Json]:
     """The stays out of use in one subject's transitions: begin, end (None: not yet), rule, whether it was in repair, outcome.
 
     `confirmed`: it was repaired or retired. `refuted`: it came back without: released, or passed a test, and did not go out of
@@ -116,14 +122,14 @@ def outages_of(history: Sequence[Mapping[Any, Any]]) -> list[Json]:
     found: list[Json] = []
     for row in history:
         open_one = found[-1] if found and found[-1]["end_us"] is None else None
-        if open_one is None and row["after"] in OUT:
-            found.append({"begin_us": row["at_us"], "end_us": None, "rule": row["rule"] or row["verb"], "repaired": False})
+        if open_one is None and row.after in OUT:
+            found.append({"begin_us": row.at_us, "end_us": None, "rule": row.rule or row.verb, "repaired": False})
             open_one = found[-1]
         if open_one is None:
             continue
-        open_one["repaired"] |= row["after"] == "in_repair"
-        if row["after"] not in OUT:
-            open_one["end_us"], open_one["after"] = row["at_us"], row["after"]
+        open_one["repaired"] |= row.after == "in_repair"
+        if row.after not in OUT:
+            open_one["end_us"], open_one["after"] = row.at_us, row.after
     for number, outage in enumerate(found):
         following = found[number + 1]["begin_us"] if number + 1 < len(found) else None
         outage["outcome"] = _outcome(outage, following)

@@ -49,7 +49,7 @@ def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: 
     since_us = now_us - round(days * DAY_US)
     from_us = since_us - _reach_us(policy)
     codes = _codes(connection, from_us, now_us)
-    suspicious = _may_be_suspect(connection, policy, codes, from_us, now_us)
+    suspicious = _may_be_suspect(connection, policy, codes, from_us, since_us, now_us)
     rows = _evidence(connection, suspicious, from_us, now_us)
     generations = _generations(connection, policy, [name for kind, name in suspicious if kind == "device"])
     would: dict[_Subject, dict[str, int]] = {}
@@ -99,9 +99,12 @@ def _in_time(from_us: int, to_us: int) -> Any:
     return and_(evidence.c.last_us >= from_us, evidence.c.last_us <= to_us, evidence.c.effect == "counted")
 
 
-def _may_be_suspect(connection: Connection, policy: Policy, codes: Iterable[_Code], from_us: int, to_us: int) -> set[_Subject]:
-    """Subjects of which the evidence might add up to suspicion: by a rule at once, by enough of one rule, or by all weights
-    together, whatever the time between them and the generation of the device. For the others nothing need be played."""
+def _may_be_suspect(
+    connection: Connection, policy: Policy, codes: Iterable[_Code], from_us: int, since_us: int, to_us: int
+) -> set[_Subject]:
+    """Subjects with telling evidence since then, all of which might add up to suspicion: by a rule at once, by enough of one
+    rule, or by all weights together, whatever the time between them and the generation of the device. For the others nothing
+    need be played."""
     rules = {code: _rules(policy, code) for code in codes}
     telling = [
         code for code, found in rules.items() if any(rule.weight or rule.repeat or rule.first != "note" for rule in found)
@@ -110,17 +113,21 @@ def _may_be_suspect(connection: Connection, policy: Policy, codes: Iterable[_Cod
     sums: dict[_Subject, float] = defaultdict(float)
     numbers: dict[tuple[_Subject, str], int] = defaultdict(int)
     found: set[_Subject] = set()
+    recent: set[_Subject] = set()
     for chunk in chunks(telling, IN_CHUNK // 3):
-        query = select(*columns, func.count()).where(_in_time(from_us, to_us), tuple_(columns[0], *columns[2:]).in_(chunk))
-        for kind, name, source, code, count in connection.execute(query.group_by(*columns)):
+        query = select(*columns, func.count(), func.max(evidence.c.last_us))
+        query = query.where(_in_time(from_us, to_us), tuple_(columns[0], *columns[2:]).in_(chunk)).group_by(*columns)
+        for kind, name, source, code, count, last_us in connection.execute(query):
             subject = (kind, name)
+            if last_us >= since_us:
+                recent.add(subject)
             for rule in rules[kind, source, code]:
                 numbers[subject, rule.name] += count
                 sums[subject] += rule.weight * count
                 enough = rule.repeat in LEVELS and numbers[subject, rule.name] >= rule.repeat_count
                 if rule.first in LEVELS or enough or sums[subject] >= policy.suspect_score_of(kind):
                     found.add(subject)
-    return found
+    return found & recent
 
 
 def _rules(policy: Policy, code: _Code) -> list[Rule]:

@@ -328,7 +328,7 @@ evidence = Table(  # what speaks for or against a device or node; append only, b
     _text("effect"),
     _text("rule"),
     Column("share", Double, nullable=False),
-    Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us"),
+    Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us", "effect", "weight", "first_us"),
     Index("ix_evidence_last_us", "last_us"),
     Index("ix_evidence_serial", "serial"),
     Index("ix_evidence_job", "job"),

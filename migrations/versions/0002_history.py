@@ -84,7 +84,8 @@ def upgrade() -> None:
         postgresql_where=counted,
     )
     op.create_index("ix_evidence_job", "evidence", ["job"])
-    op.create_index("ix_evidence_kind_subject_last_us", "evidence", ["kind", "subject", "last_us"])
+    covering = ["kind", "subject", "last_us", "effect", "weight", "first_us"]
+    op.create_index("ix_evidence_kind_subject_last_us", "evidence", covering)
     op.create_index("ix_evidence_last_us", "evidence", ["last_us"])
     op.create_index("ix_evidence_serial", "evidence", ["serial"])
     op.create_table(

@@ -1,6 +1,6 @@
 """Questions about the history of devices and nodes: `/devices/ID/timeline|touched|export`, `/nodes/NAME/timeline`, and
-`/history/...`. Everybody with a token may ask; of jobs that are not theirs people see the public fields only. `ID` is a UUID or its
-beginning, a serial, or `NODE:PCI`."""
+`/history/...`. Everybody with a token may ask; of jobs that are not theirs people see the public fields only. `ID` is a UUID
+or its beginning, a serial, or `NODE:PCI`."""
 
 from typing import Annotated, Any, Literal
 

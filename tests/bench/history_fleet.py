@@ -174,8 +174,9 @@ def _states(connection: sqlite3.Connection, uuids: list[str], told: list[str], c
             steps += ["quarantined", "in_repair", "probation", "clear"]
         steps += ["watch", "suspect", "quarantined"][: {"watch": 1, "suspect": 2}.get(state, 3)] if state != "clear" else []
         steps.append(state)
-        span_us = min(END_US - BEGIN_US, round(chance.expovariate(1 / (200 * DAY_US))))
-        times = sorted(END_US - round(chance.random() * span_us) for _ in steps)
+        first_us = chance.randrange(BEGIN_US, END_US)
+        last_us = END_US if state != "clear" else min(END_US, first_us + 60 * DAY_US)
+        times = sorted(chance.randrange(first_us, last_us + 1) for _ in steps)
         last = "clear"
         for version, (at_us, after) in enumerate(zip(times, steps, strict=True), 1):
             person = "root" if after in ("in_repair", "probation", "retired") else ""
@@ -209,13 +210,13 @@ def _states(connection: sqlite3.Connection, uuids: list[str], told: list[str], c
 def _evidence(
     connection: sqlite3.Connection, uuids: list[str], told: list[str], num: int, num_jobs: int, chance: random.Random
 ) -> None:
-    """Four fifths of it noise; a tenth of all is about those that are told of, and a few say very much."""
+    """Nine tenths of it noise; a tenth of all is about those that are told of, and a few say very much."""
     number_of = {uuid: number for number, uuid in enumerate(uuids)}
 
     def rows() -> Iterator[tuple[object, ...]]:
         pick, bits = chance.random, chance.getrandbits
         for count in range(num):
-            tells = pick() < 0.2
+            tells = pick() < 0.1
             source, code, weight = TELLING[bits(16) % 5] if tells else (*NOISE[bits(16) % 7], 0.0)
             uuid = told[int(len(told) * pick() ** 3)] if pick() < 0.1 else uuids[int(len(uuids) * pick())]
             last_us = BEGIN_US + int((END_US - BEGIN_US) * pick())

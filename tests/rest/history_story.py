@@ -115,7 +115,7 @@ def moves(subject: str, *steps: tuple[float, str, str], kind: str = "device", **
         records.append(change)
         before = after
     when, state, verb = steps[-1]
-    values: dict[str, object] = {"serial": SERIALS.get(subject, ""), "rule": "rsup-1/some"} | more
+    values: dict[str, Any] = {"serial": SERIALS.get(subject, ""), "rule": "rsup-1/some"} | more
     saved = SubjectSaved(kind, subject, state, at(when), f"because of {verb}", len(steps), **values)  # type: ignore[arg-type]
     return [*records, saved]
 

@@ -170,6 +170,24 @@ def check_ddp_corrupted_parameters(rank: int, size: int) -> None:
     assert run.exit == Exit(False, True, 17)
 
 
+def check_an_echo_accuses_nobody(rank: int, size: int) -> None:
+    """DDP that reduces after each micro-batch spoils every rank's gradients: only the rank that did it is to move."""
+
+    class Noisy(Run):
+        def iterate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            while self.rerun.should_run_forward_backward(self.data, self.number):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    loss = model(next(self.data)["x"]).square().mean()
+                    self.corrupt(loss, self).backward()  # type: ignore[no-untyped-call]
+
+    run = Noisy(ddp, device(1), rotate=False)
+    report = run.rerun._parts.work.last_report
+    assert report is not None and (report.verdict, report.action) == ("", "elsewhere"), report
+    assert {finding.rank for finding in report.findings} == {1}, report.findings
+    assert report.tried == {1: ["GPU-1"]}, report.tried
+
+
 def check_fsdp_names_the_device(rank: int, size: int) -> None:
     run = Run(fsdp, device(3))
     assert run.verdict == "persistent: GPU-3" and run.exit == Exit(True, True, 16), run.verdict

@@ -12,6 +12,7 @@ from rsup.worker.rerun.contract import (
     Rejection,
     RerunState,
 )
+from rsup.worker.rerun.echoes import earliest, is_echo
 from rsup.worker.rerun.judging import judge_state
 from rsup.worker.rerun.machine import (
     Moved,
@@ -44,10 +45,12 @@ class Attribution:
         parts, iteration = self._parts, self._parts.iteration
         iteration.again = again
         came_again = flagged_again(iteration.first, again, parts.same)
-        iteration.confirmed = [one for one in iteration.first if came_again.get(one.checked.check)]
+        first_bad = min(parts.agreement.gather(earliest(check for check, again_ in came_again.items() if again_)))
+        own = [one for one in iteration.first if not is_echo(one.checked.check, first_bad)]
+        iteration.confirmed = [one for one in own if came_again.get(one.checked.check)]
         mine = replay_severity(iteration.first, again, parts.same)
         agreed = Severity(parts.agreement.worst(int(mine)))
-        parts.work.open(iteration.number, findings_of(iteration.first, again, parts.agreement.rank, parts.device))
+        parts.work.open(iteration.number, findings_of(own, again, parts.agreement.rank, parts.device))
         self._track_replay()
         why_not = next(filter(None, parts.agreement.gather(self._why_no_rotation())), "")
         next_ = after_replay(agreed, why_not)

@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from rsup.worker.rerun.contract import RerunConfig
 from rsup.worker.rerun.large_values import LargeValues
 from rsup.worker.rerun.passes import Rule
@@ -12,8 +10,6 @@ LARGE_FACTOR = 10.0
 """A value more than this many times its baseline is unexpectedly large. Source: Megatron-LM's checks."""
 MAX_NORM = math.sqrt(3.4028234663852886e38)
 """Beyond it the square, which Adam and gradient clipping compute in float32, is Inf. A flipped exponent bit ends up here."""
-SQUARE_OVERFLOWS = math.sqrt(torch.finfo(torch.float32).max)
-"""A gradient's square is needed by clipping and by Adam: beyond this it is Inf in float32, whatever the norm in float64."""
 
 
 class BuiltInRules:

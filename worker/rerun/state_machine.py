@@ -321,9 +321,10 @@ class RerunStateMachine:
         """What must be equal on all replicas: parameters, buffers and the optimizer's tensors, by name."""
         names: dict[torch.Tensor, str] = {}
         found: dict[str, torch.Tensor] = {}
-        for module in self._modules:
-            names |= {parameter: name for name, parameter in module.named_parameters()}
-            found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+        for number, module in enumerate(self._modules):
+            of = f" of module {number}" if number else ""
+            names |= {parameter: f"{name}{of}" for name, parameter in module.named_parameters()}
+            found |= {f"buffer {name}{of}": buffer for name, buffer in module.named_buffers()}
         found |= {name: parameter.detach() for parameter, name in names.items()}
         for parameter, values in optimizer.state.items() if optimizer is not None else ():
             kept = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
