@@ -99,6 +99,8 @@ def test_data_dependent_faults_must_come_out_a_second_time_in_place() -> None:
         ([Moved(0), Moved(1, flagged=True, same=False, healthy=False)], "undecided", ()),
         ([Moved(0), Moved(1, flagged=True, reached=False)], "undecided", ()),
         ([Moved(0), Moved(1)], "undecided", ()),
+        ([Moved(0), Moved(1, flagged=True, same=False, alike=False)], "undecided", ()),
+        ([Moved(0), Moved(1, flagged=True, same=True, healthy=False, alike=False)], "application", ()),
         ([Moved(0, flagged=True, same=True, healthy=False), Moved(1, flagged=True)], "persistent", (1,)),
     ],
 )

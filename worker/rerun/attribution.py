@@ -151,6 +151,7 @@ class Attribution:
             parts.work.case = None
             return None
         iteration.first = iteration.confirmed = pending.first
+        iteration.found_on = pending.likeness
         tried = case.tried.get(parts.agreement.rank, [])
         if parts.agreement.worst(int(bool(pending.flagged) and parts.device.uuid in tried)):
             return self._same_device_again(pending)
@@ -190,6 +191,7 @@ class Attribution:
             reached=all(one.check in now for one in flagged),
             same=all(one.check in now and parts.same_elsewhere(one, now[one.check]) for one in flagged),
             healthy=not any(one.checked.rejected and one.checked.fatal for one in again),
+            alike=iteration.found_on == parts.device.likeness,
         )
         all_moved = parts.agreement.gather(moved)
         parts.work.add_moved({one.check: now[one.check].value for one in flagged if one.check in now})

@@ -157,6 +157,8 @@ class Moved:
     same: bool = False
     healthy: bool = True
     """No fatal check rejects in this pass."""
+    alike: bool = True
+    """Its device now is of the model, VBIOS and driver of that before: another value is not expected of it."""
 
 
 def judge_moved(moved: Sequence[Moved]) -> Judgement:
@@ -172,6 +174,9 @@ def judge_moved(moved: Sequence[Moved]) -> Judgement:
     different = [one for one in flagged if not one.same]
     if not different:
         return Judgement("application", f"the same came out on another device ({_places(flagged)})")
+    if any(not one.alike for one in different):
+        text = f"no like device: another value came out on one of another model, VBIOS or driver ({_places(different)})"
+        return Judgement("undecided", text, another_placement_may_decide=True)
     text = f"another, healthy value came out on another device ({_places(different)})"
     return Judgement("persistent", text, tuple(one.rank for one in different))
 

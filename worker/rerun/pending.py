@@ -21,6 +21,8 @@ class Pending:
     case: OpenCase
     first: list[Judged] = field(default_factory=list)
     """This rank's rejected values."""
+    likeness: tuple[str, ...] = ()
+    """`RankDevice.likeness` of the device that found it."""
     rng: str = ""
     """Its generators before the iteration, hex: loops restore those of a checkpoint at moments of their own."""
     state: Any = None
@@ -44,6 +46,7 @@ def to_plain(pending: Pending) -> dict[str, Any]:
         "findings": [msgspec.structs.asdict(finding) for finding in case.findings],
         "tried": {str(rank): list(uuids) for rank, uuids in case.tried.items()},
         "first": [_checked_plain(one) for one in pending.first],
+        "likeness": list(pending.likeness),
         "rng": pending.rng,
         "state": pending.state,
         "iterators": list(pending.iterators),
@@ -63,7 +66,8 @@ def from_plain(plain: Mapping[str, Any]) -> Pending:
             tried={int(rank): [str(uuid) for uuid in uuids] for rank, uuids in plain["tried"].items()},
         )
         first = _checked_list(plain["first"])
-        return Pending(case, first, str(plain["rng"]), plain["state"], list(plain["iterators"]))
+        likeness = tuple(str(one) for one in plain["likeness"])
+        return Pending(case, first, likeness, str(plain["rng"]), plain["state"], list(plain["iterators"]))
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"damaged rerun state: {error!r}") from None
 

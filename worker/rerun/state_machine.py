@@ -374,7 +374,9 @@ class RerunStateMachine:
         if iteration.state is RerunState.WILL_RERUN_FROM_CHECKPOINT and case is not None:
             registered = parts.replay_state.state_dict(iteration.snapshot)
             rng = parts.replay_state.rng_bytes(iteration.snapshot).hex()
-            state["pending"] = to_plain(Pending(case, iteration.confirmed, rng, registered, iteration.iterator_states()))
+            likeness = iteration.found_on or parts.device.likeness
+            pending = Pending(case, iteration.confirmed, likeness, rng, registered, iteration.iterator_states())
+            state["pending"] = to_plain(pending)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
