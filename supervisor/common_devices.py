@@ -25,7 +25,7 @@ from rsup.supervisor.wire import UsageError
 FAILED = ("failed", "hung", "lost")
 BEFORE_US = 30 * DAY_US
 MAX_FAILURES = 200
-MAX_CANDIDATES = 2000
+MAX_CANDIDATES = 1000
 SURE = 0.9
 RUNS_TO_FAILURE = 3.0
 """How many usual times to failure a run without a failure must last to clear its devices, about (1 - exp(-3) = 95 %)."""

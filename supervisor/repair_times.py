@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import Connection, RowMapping, func, or_, select
 
@@ -97,24 +97,16 @@ def _outages(connection: Connection, since_us: int, kind: str) -> list[Json]:
     ended = ended.where(table.before.in_(OUT), table.after.not_in(OUT)).distinct()
     query = select(table.subject, table.at_us, table.after, table.verb, table.rule)
     query = query.where(table.kind == kind, table.subject.in_(ended)).order_by(table.subject, table.version)
+    query = query.where(or_(table.before.in_(OUT), table.after.in_(OUT)))
     found: list[Json] = []
     for _, rows in groupby(connection.execute(query), key=itemgetter(0)):
-        changes = [Change(*row[1:]) for row in rows]
-        found += [outage for outage in outages_of(changes) if outage["end_us"] is not None and outage["end_us"] >= since_us]
+        found += [outage for outage in outages_of(rows) if outage["end_us"] is not None and outage["end_us"] >= since_us]
     return found
 
 
-class Change(NamedTuple):
-    """What counts of a transition."""
-
-    at_us: int
-    after: str
-    verb: str
-    rule: str
-
-
-def outages_of(history: Sequence[Change]) -> list[Json]:
-    """The stays out of use in one subject's transitions: begin, end (None: not yet), rule, whether it was in repair, outcome.
+def outages_of(history: Iterable[Any]) -> list[Json]:
+    """The stays out of use in one subject's transitions (`at_us`, `after`, `verb`, `rule`): begin, end (None: not yet), rule,
+    whether it was in repair, outcome.
 
     `confirmed`: it was repaired or retired. `refuted`: it came back without: released, or passed a test, and did not go out of
     use again within 30 days. `unknown`: the rest.

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, select, tuple_
+from sqlalchemy import Connection, and_, func, or_, select, tuple_
 
 from rsup.supervisor.hardware.device_machine import replay
 from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
@@ -49,8 +49,10 @@ def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: 
     since_us = now_us - round(days * DAY_US)
     from_us = since_us - _reach_us(policy)
     codes = _codes(connection, from_us, now_us)
-    suspicious = _may_be_suspect(connection, policy, codes, from_us, since_us, now_us)
-    rows = _evidence(connection, suspicious, from_us, now_us)
+    rules = {code: _rules(policy, code) for code in codes}
+    telling = {code for code, found in rules.items() if any(map(_may_move, found))}
+    suspicious = _may_be_suspect(connection, policy, {code: rules[code] for code in telling}, from_us, since_us, now_us)
+    rows = _evidence(connection, suspicious, telling, from_us, now_us)
     generations = _generations(connection, policy, [name for kind, name in suspicious if kind == "device"])
     would: dict[_Subject, dict[str, int]] = {}
     drained: dict[_Subject, str] = {}
@@ -100,23 +102,19 @@ def _in_time(from_us: int, to_us: int) -> Any:
 
 
 def _may_be_suspect(
-    connection: Connection, policy: Policy, codes: Iterable[_Code], from_us: int, since_us: int, to_us: int
+    connection: Connection, policy: Policy, rules: Mapping[_Code, Sequence[Rule]], from_us: int, since_us: int, to_us: int
 ) -> set[_Subject]:
     """Subjects with telling evidence since then, all of which might add up to suspicion: by a rule at once, by enough of one
     rule, or by all weights together, whatever the time between them and the generation of the device. For the others nothing
     need be played."""
-    rules = {code: _rules(policy, code) for code in codes}
-    telling = [
-        code for code, found in rules.items() if any(rule.weight or rule.repeat or rule.first != "note" for rule in found)
-    ]
     columns = (evidence.c.kind, evidence.c.subject, evidence.c.source, evidence.c.code)
+    episodes, last = func.count(evidence.c.episode.distinct()), func.max(evidence.c.last_us)
     sums: dict[_Subject, float] = defaultdict(float)
     numbers: dict[tuple[_Subject, str], int] = defaultdict(int)
     found: set[_Subject] = set()
     recent: set[_Subject] = set()
-    for chunk in chunks(telling, IN_CHUNK // 3):
-        query = select(*columns, func.count(), func.max(evidence.c.last_us))
-        query = query.where(_in_time(from_us, to_us), tuple_(columns[0], *columns[2:]).in_(chunk)).group_by(*columns)
+    for chunk in chunks(sorted(rules), IN_CHUNK // 3):
+        query = select(*columns, episodes, last).where(_in_time(from_us, to_us), _CODE.in_(chunk)).group_by(*columns)
         for kind, name, source, code, count, last_us in connection.execute(query):
             subject = (kind, name)
             if last_us >= since_us:
@@ -130,6 +128,10 @@ def _may_be_suspect(
     return found & recent
 
 
+def _may_move(rule: Rule) -> bool:
+    return bool(rule.weight or rule.repeat or rule.first != "note")
+
+
 def _rules(policy: Policy, code: _Code) -> list[Rule]:
     """The rules that may apply to that kind of evidence, on any generation."""
     found = {(rule := policy.rule(*code, generation)).name: rule for generation in ("", *policy.generations)}
@@ -137,11 +139,13 @@ def _rules(policy: Policy, code: _Code) -> list[Rule]:
 
 
 def _evidence(
-    connection: Connection, wanted: Iterable[_Subject], from_us: int, to_us: int
+    connection: Connection, wanted: Iterable[_Subject], telling: Iterable[_Code], from_us: int, to_us: int
 ) -> dict[_Subject, list[EvidenceSaved]]:
-    """Evidence by subject, with the keys of its jobs."""
+    """Evidence by subject, with the keys of its jobs; without what moves nothing by itself, and ties no episodes together."""
     names = [name for name in EvidenceSaved.__struct_fields__ if name != "job"]
     columns = select(evidence.c.job, *(evidence.c[name] for name in names)).where(_in_time(from_us, to_us))
+    if len(codes := sorted(telling)) <= IN_CHUNK:
+        columns = columns.where(or_(evidence.c.job.is_not(None), evidence.c.source == "test", _CODE.in_(codes)))
     keys = _JobKeys(connection)
     found: dict[_Subject, list[EvidenceSaved]] = defaultdict(list)
     for kind in ("device", "node"):
@@ -151,6 +155,9 @@ def _evidence(
                 row = EvidenceSaved(**dict(zip(names, values, strict=True)), job=keys.of(job))
                 found[row.kind, row.subject].append(row)
     return found
+
+
+_CODE = tuple_(evidence.c.kind, evidence.c.source, evidence.c.code)
 
 
 class _JobKeys:

@@ -330,7 +330,6 @@ evidence = Table(  # what speaks for or against a device or node; append only, b
     Column("share", Double, nullable=False),
     Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us", "effect", "weight", "first_us"),
     Index("ix_evidence_last_us", "last_us"),
-    Index("ix_evidence_serial", "serial"),
     Index("ix_evidence_job", "job"),
     Index("ix_evidence_counted", "last_us", "kind", "subject", "episode", "weight", **_only(COUNTED)),
 )
@@ -378,7 +377,7 @@ transitions = Table(
     _text("rule"),
     _text("fingerprint"),
     Column("job", ForeignKey("jobs.id", ondelete="SET NULL"), nullable=True),
-    Index("ix_transitions_at_us", "at_us"),
+    Index("ix_transitions_at_us", "at_us", "kind", "after", "before", "subject"),
 )
 
 seats = Table(  # where each device sat, from when to when; `placements` says which rank used it

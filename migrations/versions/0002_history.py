@@ -87,7 +87,6 @@ def upgrade() -> None:
     covering = ["kind", "subject", "last_us", "effect", "weight", "first_us"]
     op.create_index("ix_evidence_kind_subject_last_us", "evidence", covering)
     op.create_index("ix_evidence_last_us", "evidence", ["last_us"])
-    op.create_index("ix_evidence_serial", "evidence", ["serial"])
     op.create_table(
         "subjects",
         sa.Column("kind", sa.Text(), autoincrement=False, nullable=False),
@@ -132,7 +131,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["job"], ["jobs.id"], name="fk_transitions_job", ondelete="SET NULL"),
         sa.PrimaryKeyConstraint("kind", "subject", "version", name="pk_transitions"),
     )
-    op.create_index("ix_transitions_at_us", "transitions", ["at_us"])
+    op.create_index("ix_transitions_at_us", "transitions", ["at_us", "kind", "after", "before", "subject"])
     op.create_table(
         "seats",
         sa.Column("uuid", sa.Text(), autoincrement=False, nullable=False),

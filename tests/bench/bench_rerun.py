@@ -6,13 +6,14 @@ in place) to its verdict on the other device, restart included. Peer: Megatron-L
 """
 
 import json
+import os
 import statistics
 import sys
 from datetime import datetime
 
 from tests.bench.table import RSUP, Row, Workplace, print_table
 
-RUNS = 3
+RUNS = int(os.environ.get("RUNS", "3"))
 RANKS = """
 import json, os, sys, time
 import torch
@@ -120,7 +121,8 @@ def moving(place: Workplace, name: str) -> Row:
         if code != 0:
             raise SystemExit(f"exit {code}: {place.log_tail()}")
         place.run([*RSUP, "cases", "list", job, "--json"], **apart)
-        (case,) = json.loads((place.folder / "last.log").read_text().partition("rsup:")[0] or "[]")
+        printed = (place.folder / "last.log").read_text()
+        (case,), _ = json.JSONDecoder().raw_decode(printed[printed.index("[") :])
         assert case["verdict"] == "persistent", case
         times = [datetime.fromisoformat(case[end]) for end in ("opened", "closed")]
         samples.append((times[1] - times[0]).total_seconds())

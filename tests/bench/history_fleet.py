@@ -170,7 +170,7 @@ def _states(connection: sqlite3.Connection, uuids: list[str], told: list[str], c
     subjects, changes = [], []
     for uuid, state in state_of.items():
         steps = ["watch"]
-        if chance.random() < 0.35 or state in ("in_repair", "probation", "retired"):
+        if chance.random() < 0.25 or state in ("in_repair", "probation", "retired"):
             steps += ["quarantined", "in_repair", "probation", "clear"]
         steps += ["watch", "suspect", "quarantined"][: {"watch": 1, "suspect": 2}.get(state, 3)] if state != "clear" else []
         steps.append(state)
@@ -222,7 +222,7 @@ def _evidence(
             last_us = BEGIN_US + int((END_US - BEGIN_US) * pick())
             number = number_of[uuid]
             job = 1 + bits(30) % num_jobs if bits(2) == 0 else None
-            text = f"{source} {code} on {_node(number)}"
+            text = f"{source} {code}"
             identity = (
                 f"{bits(96):024x}{count:08x}",
                 "device",

@@ -81,7 +81,7 @@ def screen(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_each_gpu_passes_the_screen_and_like_ones_agree_bit_by_bit(place: Place) -> None:
-    done = screen("--all", "--duration", "10", "--json")
+    done = screen("--all", "--force", "--duration", "10", "--json")  # this process may have a context of its own there
     print(done.stdout[-6000:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     reports = json.loads(done.stdout)
@@ -96,5 +96,5 @@ def test_each_gpu_passes_the_screen_and_like_ones_agree_bit_by_bit(place: Place)
 
 def test_a_faulty_gpu_is_found(place: Place) -> None:
     uuid = read_inventory({}).visible.devices[0].device.uuid
-    done = screen(uuid, "--duration", "2", "--fault", f"kind=bitflip,device={uuid},bit=12")
+    done = screen(uuid, "--force", "--duration", "2", "--fault", f"kind=bitflip,device={uuid},bit=12")
     assert done.returncode == 1 and "repetition 2 differs from the first: 1 of" in done.stdout, done.stdout[-3000:]

@@ -8,7 +8,7 @@ from rsup.worker.rerun.checksums import tensor_digests
 from rsup.worker.rerun.gradient_checks import GradientChecks
 from rsup.worker.rerun.gradient_norms import local_norms
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 
 def test_on_a_gpu_nothing_waits_for_the_device() -> None:
@@ -20,8 +20,8 @@ def test_on_a_gpu_nothing_waits_for_the_device() -> None:
         for _ in range(2):
             scaler.scale(model(torch.ones(8, 64, device="cuda")).sum()).backward()
             checks.take()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             scaler.scale(model(torch.ones(8, 64, device="cuda")).sum()).backward()
             taken = checks.take()
         finally:

@@ -10,7 +10,7 @@ from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.replay_state import ReplayState
 from rsup.worker.rerun.values import as_value, read_values
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 
 def test_generators_of_a_cuda_graph_roll_back() -> None:
@@ -57,8 +57,8 @@ def test_nothing_waits_for_the_device_before_the_values_are_read() -> None:
     data.keeps_batches = True
     module(torch.ones(2, 4, device=device))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         snapshot = state.capture()
         batch = next(data)
         batch["labels"].zero_()

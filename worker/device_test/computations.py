@@ -121,7 +121,7 @@ def _fp8(device: torch.device, shape: tuple[int, int, int]) -> list[Computation 
     one = torch.ones((), device=device)
 
     def run() -> torch.Tensor:
-        return torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16, use_fast_accum=False)
+        return torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16, use_fast_accum=False)  # pyright: ignore[reportPrivateImportUsage]
 
     check = lambda found: bound.deviation(left.float(), right.float(), found, bound.FP8, SEED)  # noqa: E731
     return [Computation(name, run, check, work=2.0 * rows * inner * columns)]
