@@ -196,10 +196,10 @@ def _weighed(connection: Connection, column: Column[str], sets: Sequence[frozens
         for name in members & sizes_of.keys():
             sizes_of[name].append(len(members))
     rows = []
-    every = Counter(len(members) for members in sets)
+    every = list(Counter(len(members) for members in sets).items())
     for name in names:
         used, took_part = hours.get(name, 0.0), sizes_of[name]
-        expected = sum(number * min(1.0, size * used / total) for size, number in every.items())
+        expected = sum([number * min(1.0, size * used / total) for size, number in every])
         found = rate_ratio(len(took_part), expected)
         factor = log_bayes_factor(took_part, len(sets), used / total)
         counted = {"failures": len(took_part), "exposure_hours": round(used, 3), "expected": expected}

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-RATIOS = tuple(10 ** (step / 2) for step in range(1, 13))
-"""3.2, 10, ... 1e6."""
+RATIOS = tuple(10.0**power for power in range(1, 7))
+"""10, 100, ... 1e6."""
 NO_CULPRIT = 0.5
 """Prior probability that no single candidate is behind the failures."""
 
@@ -50,11 +50,11 @@ def rate_ratio(failures: int, expected: float) -> Ratio:
 
 def log_bayes_factor(sizes: Sequence[int], num_failures: int, share: float) -> float:
     """Natural logarithm of the averaged L(r). `sizes`: N_f of each failure that the candidate took part in."""
-    share = min(1.0, share)
-    gains = _gains(tuple(sorted(sizes)))
-    terms = [gain - num_failures * math.log1p((ratio - 1.0) * share) for gain, ratio in zip(gains, RATIOS, strict=True)]
+    share, log1p = min(1.0, share), math.log1p
+    gains = _gains(tuple(sorted(sizes)) if len(sizes) > 1 else tuple(sizes))
+    terms = [gain - num_failures * log1p((ratio - 1.0) * share) for gain, ratio in zip(gains, RATIOS, strict=True)]
     highest = max(terms)
-    return highest + math.log(sum(math.exp(term - highest) for term in terms) / len(terms))
+    return highest + math.log(sum([math.exp(term - highest) for term in terms]) / len(terms))
 
 
 @lru_cache(maxsize=4096)

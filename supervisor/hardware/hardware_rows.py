@@ -29,8 +29,8 @@ def open_subjects(connection: Connection) -> list[SubjectSaved]:
 def subjects_named(connection: Connection, kind: str, names: Sequence[str], serials: Sequence[str]) -> list[SubjectSaved]:
     """Subjects of these names or serials, clear ones too."""
     known = _texts(serial for serial in serials if serial)
-    of_kind, of_serial = _subjects.kind == kind, and_(_subjects.serial.in_(known), _subjects.serial != "")
-    wanted = or_(and_(of_kind, _subjects.subject.in_(_texts(names))), and_(of_kind, of_serial))  # each half finds its index
+    of_serial = and_(_subjects.serial.in_(known), _subjects.serial != "", _subjects.kind + "" == kind)
+    wanted = or_(and_(_subjects.kind == kind, _subjects.subject.in_(_texts(names))), of_serial)  # each half finds its index
     query = select(tables.subjects).where(wanted)
     return [_subject(row) for row in connection.execute(query).mappings()]
 

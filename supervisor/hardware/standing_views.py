@@ -39,8 +39,8 @@ def standings(connection: Connection, kind: str, named: Sequence[tuple[str, str]
     """The state of each (name, serial). A board whose record is kept under another UUID has that."""
     names = [name for name, _ in named]
     serials = [serial for _, serial in named if serial]
-    of_kind, of_serial = subjects.c.kind == kind, and_(subjects.c.serial.in_(serials), subjects.c.serial != "")
-    known = or_(and_(of_kind, subjects.c.subject.in_(names)), and_(of_kind, of_serial))  # so each half finds its index
+    of_serial = and_(subjects.c.serial.in_(serials), subjects.c.serial != "", subjects.c.kind + "" == kind)
+    known = or_(and_(subjects.c.kind == kind, subjects.c.subject.in_(names)), of_serial)  # so each half finds its index
     rows = connection.execute(select(subjects).where(known)).mappings().all()
     by_name = {row["subject"]: row for row in rows}
     by_serial = {row["serial"]: row for row in rows if row["serial"]}
@@ -52,8 +52,8 @@ def standings(connection: Connection, kind: str, named: Sequence[tuple[str, str]
 
 def record_of(connection: Connection, kind: str, name: str, serial: str) -> str:
     """The name under which the record is kept."""
-    of_kind, of_serial = subjects.c.kind == kind, and_(subjects.c.serial == serial, subjects.c.serial != "")
-    known = or_(and_(of_kind, subjects.c.subject == name), and_(of_kind, of_serial))  # so each half finds its index
+    of_serial = and_(subjects.c.serial == serial, subjects.c.serial != "", subjects.c.kind + "" == kind)
+    known = or_(and_(subjects.c.kind == kind, subjects.c.subject == name), of_serial)  # so each half finds its index
     rows = connection.execute(select(subjects.c.subject, subjects.c.serial).where(known)).all()
     return name if not rows or any(row.subject == name for row in rows) else str(rows[0].subject)
 
