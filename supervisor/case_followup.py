@@ -3,9 +3,10 @@
 The report's action says what the ranks left for: `elsewhere` with a case that is open: its ranks repeat the iteration on other
 devices, of their node (a spare or a neighbour's, by the agent), of a spare node, or of a node that changes places with theirs;
 `elsewhere` after a verdict: the job goes on without the accused device; `restart`: again from the last checkpoint; `leave`: the
-job ends with 17. None of these restarts costs anything of the budget; each has a cap of its own, so that no case keeps a job
-busy for ever. Without another device the job ends with 16 and names the node to exclude: the case stays open, and a resumed
-launch places its ranks where they have not been.
+job ends with 17, as it does whatever they left for if the fault has followed its rank to another board (`followed_rank`). None
+of these restarts costs anything of the budget; each has a cap of its own, so that no case keeps a job busy for ever. Without
+another device the job ends with 16 and names the node to exclude: the case stays open, and a resumed launch places its ranks
+where they have not been.
 
 A case that nobody works on any more when its attempt has ended is closed `undecided`: the checkpoint does not hold it.
 """
@@ -14,7 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rsup.supervisor import rerun_elsewhere
-from rsup.supervisor.case_machine import close_undecided, drop_case, is_due, is_open, put_case, verdict_text
+from rsup.supervisor.case_machine import close_undecided, drop_case, is_due, is_open, put_case
+from rsup.supervisor.case_sentences import verdict_text
 from rsup.supervisor.end_report import all_exits
 from rsup.supervisor.other_devices import all_avoided, arranged, change_places, is_concerned, ranks_of
 from rsup.supervisor.records import CaseSaved
@@ -69,6 +71,8 @@ def follow_up(state: JobState) -> FollowUp | None:
         return None
     for case in reversed(state.cases):
         if state.attempt in (case.told_in, case.sent_in) and case.saved.action in _FOLLOW:
+            if case.follows:
+                return FollowUp(case=case, verdict=_failed(case.saved, case.follows), event="CaseFollowsRank")
             return _FOLLOW[case.saved.action](state, case)
     return None
 

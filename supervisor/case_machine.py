@@ -5,19 +5,17 @@ before; a verdict closes the case for good, and nothing that is told later chang
 transaction as all that follows from it, so each verdict is stored once and gives evidence once, whatever dies in between, also
 when the report comes late out of a dead agent's spool.
 
-Evidence is told of devices that the verdict accuses: `persistent` of each, `transient` of where it happened, `corrupted state`
-and `undecided` (accused, but not proven) more lightly; `application` of none. A device that the job does not hold is named in
-the evidence as such, and the hardware's history refuses it.
-
-A `persistent` device is out for the rest of the job. What follows when ranks leave for a case: `case_followup`.
+A `persistent` device is out for the rest of the job, unless the fault only followed its rank to it (`followed_rank`). What is
+told of devices: `case_evidence`. What follows when ranks leave for a case: `case_followup`.
 """
 
 import msgspec
 from msgspec.structs import replace
 
-from rsup.supervisor.actions import FoundEvidence
-from rsup.supervisor.evidence import Evidence
-from rsup.supervisor.records import CaseSaved, JobKey
+from rsup.supervisor.case_evidence import accuse, held_devices
+from rsup.supervisor.case_sentences import MAX_TEXT_CHARS, findings_text, first_finding, verdict_text
+from rsup.supervisor.followed_rank import Doubt, doubted, doubts_about, settle_accusations
+from rsup.supervisor.records import CaseSaved
 from rsup.supervisor.states import Case, JobState
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import CASE_ACTIONS, VERDICTS, AvoidedDevice, CaseFinding, CaseReported
@@ -26,7 +24,6 @@ MAX_OPEN = 8
 MAX_CLOSED_KEPT = 64
 MAX_FINDINGS = 64
 MAX_DEVICES = 256
-MAX_TEXT_CHARS = 1000
 MAX_ID_CHARS = 300
 LEAVING_ACTIONS = ("restart", "elsewhere", "leave")
 """After these the ranks end, and the supervisor decides what comes next."""
@@ -108,11 +105,13 @@ def _take(turn: Turn, agent_id: str, fact: CaseReported, is_late: bool) -> None:
     case = replace(before, saved=saved) if before is not None else Case(saved=saved, told_in=0)
     if not is_late:
         case = replace(case, told_in=fact.attempt)
+    doubts = doubts_about(state, saved, fact.attempt)
+    case = doubted(case, doubts)
     if before is None:
         _make_room(turn)
         node = turn.state.agents[agent_id].info.node
         text = f"case {saved.case_id}: iteration {saved.iteration} was rejected: {findings_text(report.findings)}"
-        at = _first(report.findings)
+        at = first_finding(report.findings)
         turn.log(
             "CaseOpened",
             text,
@@ -127,7 +126,7 @@ def _take(turn: Turn, agent_id: str, fact: CaseReported, is_late: bool) -> None:
         return
     put_case(turn, case)
     if saved.verdict:
-        _close(turn, case, is_late)
+        _close(turn, case, doubts, is_late)
     elif is_late and before is None:
         close_undecided(turn, case, f"attempt {fact.attempt}, which found it, had ended before it was told of")
     elif saved.action == "elsewhere" and (before is None or before.saved.action != "elsewhere"):
@@ -192,21 +191,18 @@ def _with_device(placement: dict[str, object], findings: list[CaseFinding]) -> d
     return {**placement, "to": there} if placement["to"] == "" and there else placement
 
 
-def _first(findings: list[CaseFinding]) -> CaseFinding | None:
-    return next((one for one in findings if one.fatal), findings[0] if findings else None)
-
-
 # ------------------------------------------------------------------------------------------------------------ a verdict
 
 
-def _close(turn: Turn, case: Case, is_late: bool) -> None:
+def _close(turn: Turn, case: Case, doubts: list[Doubt], is_late: bool) -> None:
     saved = case.saved
     _note_closed(turn, saved.case_id)
     level = "warning" if saved.verdict in ("transient", "undecided") else "error"
     turn.log("CaseVerdict", verdict_text(saved), level, at_us=saved.closed_us, data=_data(saved))
     if saved.fatal:
-        _accuse(turn, saved)
-    is_repeat = _leave_out(turn, saved)
+        accuse(turn, saved, case.doubted)
+    settle_accusations(turn, saved, doubts)
+    is_repeat = _leave_out(turn, saved, case.doubted)
     if is_late or saved.action not in LEAVING_ACTIONS:
         drop_case(turn, saved.case_id)
         return
@@ -218,123 +214,17 @@ def _note_closed(turn: Turn, case_id: str) -> None:
     turn.change(closed_cases=[*turn.state.closed_cases, case_id][-MAX_CLOSED_KEPT:])
 
 
-def _leave_out(turn: Turn, saved: CaseSaved) -> bool:
+def _leave_out(turn: Turn, saved: CaseSaved, doubted: list[str]) -> bool:
     """A device proven faulty is out for this job, one of a suspect group comes last; whether one accused was out already."""
     if saved.verdict != "persistent":
         return False
     reason = f"case {saved.case_id}: {saved.reason}"
     out = {a.device for a in turn.state.avoid if a.rank is None}
     held = held_devices(turn.state)
-    new = [device for device in dict.fromkeys(saved.accused) if device not in out and device in held]
+    new = [device for device in dict.fromkeys(saved.accused) if device not in {*out, *doubted} and device in held]
     proven = saved.suspect_of == 1
     turn.change(avoid=[*turn.state.avoid, *(AvoidedDevice(device, reason, quarantined=proven) for device in new)])
     return bool(out & set(saved.accused))
-
-
-def held_devices(state: JobState) -> set[str]:
-    """Devices that are the job's: those of its nodes, and those that its ranks say they use."""
-    agents = state.agents.values()
-    return {uuid for agent in agents for uuid in (*agent.devices, *agent.devices_used.values()) if uuid}
-
-
-def episode_of(job: JobKey) -> str:
-    """What all that ranks of one job find has in common."""
-    return f"job:{job.cluster}/{job.owner}/{job.job_id}.{job.run}"
-
-
-def _accuse(turn: Turn, saved: CaseSaved) -> None:
-    findings = [msgspec.convert(one, CaseFinding) for one in saved.findings]
-    held = held_devices(turn.state)
-    for device in dict.fromkeys(_accused(saved, findings)):
-        finding = next((one for one in findings if one.device == device), None)
-        node = finding.node if finding is not None else ""
-        evidence = Evidence(
-            kind="device",
-            subject=device,
-            source="verdict",
-            code=_code(saved),
-            episode=episode_of(saved.job),
-            at_us=saved.closed_us or turn.now.us,
-            text=verdict_text(saved),
-            node=node or _node_of(turn.state, device),
-            job=saved.job,
-            attempt=saved.attempt,
-            rank=finding.rank if finding is not None else None,
-            iteration=saved.iteration,
-            case_id=saved.case_id,
-            injected=saved.injected,
-            is_held=device in held,
-            share=1 / _share_of(saved),
-        )
-        turn.act(FoundEvidence(evidence))
-        if is_stand_in(device) and evidence.is_held and evidence.node:
-            turn.act(FoundEvidence(replace(evidence, kind="node", subject=evidence.node)))
-
-
-def is_stand_in(device: str) -> bool:
-    """Whether a rank without a GPU computes there: what is wrong is then wrong with its node."""
-    return device.startswith("CPU-")
-
-
-def _accused(saved: CaseSaved, findings: list[CaseFinding]) -> list[str]:
-    if saved.verdict == "application":
-        return []
-    if saved.verdict == "transient" and not saved.accused:
-        return [one.device for one in findings if one.fatal]
-    return saved.accused
-
-
-def _code(saved: CaseSaved) -> str:
-    if saved.verdict == "persistent":
-        if saved.suspect_of > 1:
-            return "suspect-1-of-n"
-        return "persistent-data-dependent" if saved.data_dependent else "persistent"
-    return saved.verdict.replace(" ", "-")
-
-
-def _share_of(saved: CaseSaved) -> int:
-    """Of how many one is meant: the group; of an undecided case all that it names."""
-    return max(saved.suspect_of, len(saved.accused) if saved.verdict == "undecided" else 1)
-
-
-def _node_of(state: JobState, device: str) -> str:
-    return next((a.info.node for a in state.agents.values() if device in a.devices or device in a.devices_used.values()), "")
-
-
-# ------------------------------------------------------------------------------------------------------- for people
-
-
-def finding_text(one: CaseFinding) -> str:
-    """What one check compared, where: `rank 1 on GPU-b, loss: NaN: nan, nan again in place, 2.31 on GPU-a (rank 0)`."""
-    text = f"rank {one.rank} on {one.device or 'an unknown device'}, {one.check}: {one.initial}"
-    if one.in_place:
-        text += f", {one.in_place} again in place" if one.in_place == one.initial else f", then {one.in_place} in place"
-    if one.elsewhere:
-        there = one.elsewhere_device or "another device"
-        text += f", {one.elsewhere} on {there}" + (f" (rank {one.elsewhere_rank})" if one.elsewhere_rank >= 0 else "")
-    return text
-
-
-def findings_text(findings: list[CaseFinding]) -> str:
-    """The findings in a sentence: the first, and how many more."""
-    first = _first(findings)
-    if first is None:
-        return "no values were told"
-    more = len(findings) - 1
-    return finding_text(first)[:MAX_TEXT_CHARS] + (f"; and {more} more finding{'s' * (more > 1)}" if more else "")
-
-
-def verdict_text(saved: CaseSaved) -> str:
-    """The sentence about a closed case."""
-    what = f"{saved.verdict} (data-dependent)" if saved.data_dependent else saved.verdict
-    if saved.accused and saved.verdict != "application":
-        devices = ", ".join(saved.accused[:4]) + (", ..." if saved.accused[4:] else "")
-        of_group = f"one of {saved.suspect_of}: " if saved.suspect_of > 1 else ""
-        what += f", {of_group}{devices}"
-    findings = findings_text([msgspec.convert(one, CaseFinding) for one in saved.findings])
-    injected = " [a fault injector was armed]" if saved.injected else ""
-    reason = f": {saved.reason}" if saved.reason else ""
-    return f"case {saved.case_id}, iteration {saved.iteration}: {what}{reason}; {findings}{injected}"
 
 
 def _data(saved: CaseSaved) -> dict[str, object]:

@@ -18,6 +18,7 @@ from rsup.supervisor.history_jobs import chunks, named_jobs
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.moments import DAY_US, HOUR_US
 from rsup.supervisor.rate_ratio import log_bayes_factor, probabilities, rate_ratio
+from rsup.supervisor.render import duration, plural
 from rsup.supervisor.tables import attempts, cases, devices, nodes, placements
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.wire import UsageError
@@ -255,12 +256,10 @@ def _experiment(boards: Sequence[Json], places: Sequence[Json], none: float, fou
     on_boards = [row["device"] for row in chosen if "device" in row]
     on_nodes = [row["node"] for row in chosen if "device" not in row]
     odds = sum(row["probability"] for row in chosen)
-    what = " and ".join(
-        [*([f"{len(on_boards)} devices"] if on_boards else []), *([f"{len(on_nodes)} nodes"] if on_nodes else [])]
-    )
+    what = " and ".join(plural(len(names), kind) for kind, names in (("device", on_boards), ("node", on_nodes)) if names)
     text = (
-        f"run such a job on these {what} only, or test them: a failure within {hours:g} h leaves no others, none clears them "
-        f"(the culprit is among them with {odds:.0%}); until then use them last"
+        f"run such a job on {what} below only, or test them: if it fails within {duration(hours * 3600)} the culprit is among "
+        f"them, else they are cleared (it is among them with {odds:.0%}); until then use them last"
     )
     return _step("split", on_boards, on_nodes, hours, text)
 

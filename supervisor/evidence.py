@@ -4,6 +4,9 @@ from msgspec import Struct
 
 from rsup.supervisor.records import JobKey
 
+FOLLOWED_RANK = "followed-rank"
+"""Code of a verdict that takes an earlier one of its case (`case_id`) back to a suspicion."""
+
 
 class Evidence(Struct, frozen=True, kw_only=True):
     """One sighting. Fields as in `records.EvidenceSaved`; the history adds count, weight, effect and rule."""

@@ -11,7 +11,7 @@ import signal as signals
 from collections.abc import Sequence
 
 from rsup.supervisor.actions import FoundEvidence
-from rsup.supervisor.case_machine import episode_of, held_devices, is_stand_in
+from rsup.supervisor.case_evidence import episode_of, held_devices, is_stand_in
 from rsup.supervisor.end_report import all_exits
 from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.failure import Hung, signal_name, waits_for_peers

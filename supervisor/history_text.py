@@ -77,7 +77,7 @@ def _touched_job(entry: Json, width: int | None) -> list[str]:
         lines.append(f"  attempt {one['attempt']}: iterations {one['first_iteration']} to {last}, {clean(one['how'])}{ranks}")
     clean_one = entry["last_clean"]
     told = f"iteration {clean_one['iteration']}: {clean(clean_one['path'])}" if clean_one else "none is known"
-    lines.append(f"  last checkpoint before: {told}")
+    lines.append(f"  newest checkpoint that is not on the list: {told}")
     rows = [[row["iteration"], row["attempt"], moment(row["at"]), row["path"]] for row in entry["reverify"]]
     if rows:
         shown = table(("ITERATION", "ATTEMPT", "AT", "VERIFY AGAIN"), rows, None if width is None else width - 2, right=(0, 1))
@@ -87,7 +87,7 @@ def _touched_job(entry: Json, width: int | None) -> list[str]:
 
 def common_text(answer: Json, width: int | None) -> str:
     """`common_devices.common_devices`."""
-    lines = [f"{plural(len(answer['failures']), 'failure')} of jobs on the same devices once"]
+    lines = [f"{plural(len(answer['failures']), 'failure')}, those of one job on the same devices counted once"]
     if answer["window"]:
         window = answer["window"]
         lines.append(f"use from {moment(window['from'])} to {moment(window['to'])}: {window['device_hours']:g} device-hours")

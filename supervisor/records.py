@@ -219,6 +219,8 @@ class CaseSaved(Struct, frozen=True, tag=True):
     injected: bool = False
     placements: list[dict[str, object]] = []
     """Where the iteration was sent to run again: `{"at_us", "attempt", "rank", "from", "to", "how"}`."""
+    note: str = ""
+    """What the supervisor adds: why the verdict does not count, or is taken back."""
 
 
 class EvidenceSaved(Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ from rsup.supervisor.moments import DAY_US
 from rsup.supervisor.records import EvidenceSaved, JobKey, TransitionSaved
 from rsup.supervisor.tables import devices, evidence, jobs, transitions
 from rsup.supervisor.view_times import iso
-from rsup.supervisor.wire import RsupError
+from rsup.supervisor.wire import UsageError
 
 MAX_EVIDENCE = 1_000_000
 MAX_SHOWN = 1000
@@ -33,11 +33,19 @@ _Code = tuple[str, str, str]
 """Kind, source and code of evidence."""
 
 
-class ReplayTooLarge(RsupError):
+class ReplayTooLarge(UsageError):
     """There is more evidence in that time than a replay takes."""
 
 
-def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: float = 30, limit: int = MAX_SHOWN) -> Json:
+def replay_policy(
+    connection: Connection,
+    policy: Policy,
+    *,
+    now_us: int,
+    days: float = 30,
+    limit: int = MAX_SHOWN,
+    max_evidence: int = MAX_EVIDENCE,
+) -> Json:
     """What `policy` would have made of the evidence of the last `days`.
 
     `subjects`: those that would have become suspect or worse, or really did by evidence, with `would` and `did` (when each
@@ -49,6 +57,8 @@ def replay_policy(connection: Connection, policy: Policy, *, now_us: int, days: 
     since_us = now_us - round(days * DAY_US)
     from_us = since_us - _reach_us(policy)
     codes = _codes(connection, from_us, now_us)
+    if sum(codes.values()) > max_evidence:
+        raise ReplayTooLarge(f"there are more than {max_evidence} pieces of evidence in that time; take fewer --days")
     rules = {code: _rules(policy, code) for code in codes}
     telling = {code for code, found in rules.items() if any(map(_may_move, found))}
     suspicious = _may_be_suspect(connection, policy, {code: rules[code] for code in telling}, from_us, since_us, now_us)
@@ -91,10 +101,7 @@ def _codes(connection: Connection, from_us: int, to_us: int) -> dict[_Code, int]
     """How often each kind of evidence was seen in that time."""
     columns = (evidence.c.kind, evidence.c.source, evidence.c.code)
     query = select(*columns, func.count()).where(_in_time(from_us, to_us)).group_by(*columns)
-    found = {(kind, source, code): count for kind, source, code, count in connection.execute(query)}
-    if sum(found.values()) > MAX_EVIDENCE:
-        raise ReplayTooLarge(f"there are more than {MAX_EVIDENCE} pieces of evidence in that time; take fewer --days")
-    return found
+    return {(kind, source, code): count for kind, source, code, count in connection.execute(query)}
 
 
 def _in_time(from_us: int, to_us: int) -> Any:

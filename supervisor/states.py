@@ -211,6 +211,10 @@ class Case(Struct, frozen=True, kw_only=True):
     """Of all its reruns those that came to a device that had been tried."""
     is_repeat: bool = False
     """Its verdict accuses a device that was to be left out already."""
+    doubted: list[str] = []
+    """Of the accused devices those that the fault only followed its rank to."""
+    follows: str = ""
+    """Why the job ends for that."""
 
 
 class JobState(Struct, frozen=True, kw_only=True):
@@ -278,6 +282,8 @@ class JobState(Struct, frozen=True, kw_only=True):
     """Rerun cases that wait for something, the one told of last at the end."""
     closed_cases: list[str] = []
     """Ids of the latest cases that have their verdict: it is final."""
+    accusing: list[CaseSaved] = []
+    """The latest cases that have proven single boards faulty."""
     case_restarts: int = 0
     """Free restarts from the last checkpoint that a case has asked for, since a newer one became durable."""
     case_checkpoint: int = -1

@@ -298,6 +298,7 @@ cases = Table(
     _text("found_by"),
     Column("injected", Boolean, nullable=False),
     _json("placements"),
+    _text("note"),
     Index("ix_cases_opened_us", "opened_us"),
 )
 

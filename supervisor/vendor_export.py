@@ -23,7 +23,7 @@ from rsup.supervisor.wire import RELEASE
 
 FORMAT = "rsup-device-record"
 FORMAT_VERSION = 1
-MAX_EVIDENCE = 5000
+MAX_EVIDENCE = 2000
 MAX_OTHERS = 1000
 MIN_NAME_CHARS = 3
 MIN_NUMBER_CHARS = 5
@@ -177,7 +177,7 @@ def _any_of(words: Iterable[str]) -> str:
     return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
 
 
-_KEPT = frozenset(("format", "release", "identity", "state", "stays", "job"))
+_KEPT = frozenset(("format", "release", "identity", "stays", "job"))
 """Parts that hold nothing of users, or their hashes already."""
 
 

@@ -11,6 +11,7 @@
 Calls come from the training thread; none of them blocks. A section costs well under a microsecond.
 """
 
+import atexit
 import os
 
 from rsup.supervisor import heartbeat_board as _board
@@ -38,6 +39,7 @@ __all__ = [
     "shutdown",
 ]
 
+DECLARED_WITHIN_S = 1.0
 _session: Session | NoSession | None = None
 
 
@@ -46,6 +48,8 @@ def init() -> Session | NoSession:
     global _session
     if _session is None:
         _session = connect()
+        if _session.supervised:
+            atexit.register(shutdown)  # the thread that sends is a daemon
     return _session
 
 
@@ -99,7 +103,9 @@ def declare_exit(code: int, reason: str) -> None:
     """This rank will exit with `code` (16, 17, 75, 88 or 93) on purpose; undeclared, these become 1."""
     if code not in _wire.DECLARED_EXIT_CODES:
         raise ValueError(f"exit code {code} cannot be declared; use one of {_wire.DECLARED_EXIT_CODES}")
-    (_session or init()).send(_wire.RankDeclares(code, _wire.clip(reason, 4096)))
+    session = _session or init()
+    session.send(_wire.RankDeclares(code, _wire.clip(reason, 4096)))
+    session.flush(DECLARED_WITHIN_S)  # what follows may end the process without asking anybody
 
 
 def note(level: str, text: str) -> None:

@@ -112,6 +112,9 @@ class NoSession:
     def report_case(self, report: wire.CaseReport, within_s: float) -> bool:
         return False
 
+    def flush(self, within_s: float) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
@@ -229,6 +232,15 @@ class Session:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup_fd, 1)
         self._thread.join(timeout=1.0)
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until what is queued has been sent, at most `within_s`; whether it was."""
+        deadline_s = time.monotonic() + within_s
+        while self._outbox and self._thread.is_alive() and time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wakeup_fd, 1)
+            time.sleep(0.001)
+        return not self._outbox
 
     def _hello(self) -> wire.RankHello:
         return wire.RankHello(self.rank, self.attempt, os.getpid(), self._device_uuid, self._takes_requests)

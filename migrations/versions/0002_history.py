@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Column("found_by", sa.Text(), nullable=False),
         sa.Column("injected", sa.Boolean(), nullable=False),
         sa.Column("placements", sa.JSON(), nullable=False),
+        sa.Column("note", sa.Text(), nullable=False),
         sa.ForeignKeyConstraint(["job"], ["jobs.id"], name="fk_cases_job", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("job", "case_id", name="pk_cases"),
     )

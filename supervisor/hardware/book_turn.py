@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from rsup.supervisor.events import DevicesKnown
-from rsup.supervisor.evidence import Evidence
+from rsup.supervisor.evidence import FOLLOWED_RANK, Evidence
 from rsup.supervisor.hardware.device_machine import COUNTED, RanClean, Rows, Sighted, TimePassed, decide
 from rsup.supervisor.hardware.identity import is_stand_in, seat
 from rsup.supervisor.hardware.policy import Policy
@@ -210,7 +210,7 @@ class BookTurn:
 
     def _why_refused(self, evidence: Evidence, serial: str, holders: list[AgentState], state: JobState | None) -> str:
         """`counted`, or why evidence about a device is not believed. What nobody's job tells has no holder."""
-        if evidence.job is None:
+        if evidence.job is None or evidence.code == FOLLOWED_RANK:  # that lightens only what the same job has said before
             return COUNTED
         if evidence.serial and serial and evidence.serial != serial:
             return f"refused: the board has serial {serial}, not {evidence.serial}"

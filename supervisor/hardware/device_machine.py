@@ -3,12 +3,12 @@
       evidence                evidence that is certain            repair            release
     clear <-> watch <-> suspect ------> quarantined -------------> in_repair ----> probation ----> clear
       expiry, a passed test             `- - - - - release - - - - - - - - - - - - ^   |  clean run time
-                                             ^- - - - - - - - any hit - - - - - - - - -'
+                                             ^- - - any hit but a person's word - - - -'
     retired: from anywhere by a person; only a person's `repair` leads back
 
 `clear`, `watch` and `suspect` are whatever the evidence since the last settlement adds up to (`scoring`), so they do not
 depend on the order in which it came. From `quarantined` on a state is left only by a person's verb (`verbs`), by worse evidence
-or, from `probation`, by clean run time. Evidence that was refused, or is inert, is kept and moves nothing.
+or, from `probation`, by clean run time; and back to suspicion if the verdict that alone led there is taken back. Evidence that was refused, or is inert, is kept and moves nothing.
 
 Every change of state is a `TransitionSaved` with the next version; a new sighting alone rewrites rows. Counts are absolute, so
 a commit that is made twice changes nothing. The supervisor's `book` feeds it; `replay` feeds it stored evidence.
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rsup.supervisor.evidence import Evidence
+from rsup.supervisor.evidence import FOLLOWED_RANK, Evidence
 from rsup.supervisor.hardware.policy import HOUR_US, Policy
 from rsup.supervisor.hardware.scoring import Assessment, Weighed
 from rsup.supervisor.hardware.states import SOFT, Dossier, Standing, clear_dossier, one_line, rank
@@ -140,7 +140,10 @@ def _after_evidence(
         return _kept(saved)
     if standing in SOFT:
         return _to_assessed(saved, assessed, now_us, "evidence")
-    if standing is Standing.PROBATION and rank(weighed.reaction(row)) >= rank("watch"):
+    if standing is Standing.QUARANTINED and row.code == FOLLOWED_RANK and saved.rule and assessed.standing in SOFT:
+        taken_back = replace(assessed, reason=one_line(row.text), row=row)
+        return _to(replace(saved, held_by_test=False), taken_back, now_us, "evidence")
+    if standing is Standing.PROBATION and row.source != "person" and rank(weighed.reaction(row)) >= rank("watch"):
         reason = one_line(f"a hit on probation: {row.text}")
         hit = replace(assessed, standing=_worse(Standing.QUARANTINED, assessed), reason=reason, row=row, rule=row.rule)
         return _to(saved, hit, now_us, "evidence")

@@ -1,7 +1,7 @@
 """What the driver says of a node's devices (`wire.HealthSeen`), as evidence about them. Pure; `job_machine.FACTS` names it."""
 
 from rsup.supervisor.actions import FoundEvidence
-from rsup.supervisor.case_machine import episode_of
+from rsup.supervisor.case_evidence import episode_of
 from rsup.supervisor.evidence import Evidence
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import HealthReading, HealthSeen

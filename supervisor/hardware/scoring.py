@@ -4,19 +4,21 @@ Only independent episodes count: pieces of evidence of one boot, or of one job, 
 burst the rest is a `count`). Two ways lead to a state: the rule of a single piece of evidence (its first time, or that enough
 independent episodes of that rule lie within its window), and the score, the sum of the heaviest weight of each episode, where
 soft sources fade by half-life. Whatever leads to suspicion at most holds for a time only; what leads further holds until it is
-settled.
+settled. A verdict that its own job has taken back (`FOLLOWED_RANK`) counts as if it meant one of two.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 
+from rsup.supervisor.evidence import FOLLOWED_RANK
 from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
 from rsup.supervisor.hardware.states import Standing, one_line, rank
 from rsup.supervisor.records import EvidenceSaved
 
 MAX_WEIGHED = 256
 """Pieces of evidence of one subject that are weighed, the newest."""
+TAKEN_BACK = "the fault followed the rank to another board"
 _MAYBE_THE_PROGRAM = ("hang", "rank-lost")
 """Sources that a faulty program feeds as well: runs of one job id count as one episode."""
 
@@ -57,6 +59,7 @@ class Weighed:
         self._policy, self._kind = policy, kind
         self._rules = {row.fingerprint: policy.rule(kind, row.source, row.code, generation) for row in self.rows}
         self._episode = _episodes(self.rows)
+        self._taken_back = {row.case_id for row in self.rows if (row.source, row.code) == ("verdict", FOLLOWED_RANK)}
         self._passed_us = max((row.last_us for row in self.rows if (row.source, row.code) == ("test", "passed")), default=0)
 
     def rule(self, row: EvidenceSaved) -> Rule:
@@ -86,7 +89,7 @@ class Weighed:
             half_life_us = self.rule(row).half_life_h * HOUR_US
             faded = 0.5 ** ((now_us - row.last_us) / half_life_us) if half_life_us else 1.0
             episode = self._episode[row.fingerprint]
-            heaviest[episode] = max(heaviest.get(episode, 0.0), self.rule(row).weight * row.share * faded)
+            heaviest[episode] = max(heaviest.get(episode, 0.0), self.rule(row).weight * self._share(row) * faded)
         return round(sum(sorted(heaviest.values())), 6)
 
     def reaction(self, row: EvidenceSaved) -> str:
@@ -116,10 +119,12 @@ class Weighed:
         """Those of the same rule that count together with `row`, settled ones too."""
         from_us = row.last_us - int(rule.window_h * HOUR_US)
         same = (r for r in self.rows if from_us < r.last_us <= row.last_us and self.rule(r).name == rule.name)
-        return [r for r in same if not _is_shared(row) or _is_shared(r)]
+        return [r for r in same if not self._is_shared(row) or self._is_shared(r)]
 
     def _ground(self, reaction: str, row: EvidenceSaved, reason: str) -> list[_Ground]:
-        if rank(reaction) > rank("suspect") and _is_shared(row):
+        if rank(reaction) > rank("suspect") and self._is_taken_back(row):
+            reaction, reason = "suspect", f"{TAKEN_BACK}: {reason}"
+        if rank(reaction) > rank("suspect") and self._is_shared(row):
             reaction, reason = "suspect", f"1 of {round(1 / row.share)}: {reason}"
         if rank(reaction) > rank("suspect"):
             return [_Ground(reaction, None, row, self.rule(row), one_line(reason))]
@@ -139,6 +144,17 @@ class Weighed:
             return [watch]
         return [_Ground("suspect", until_us, row, rule, line), watch]
 
+    def _is_taken_back(self, row: EvidenceSaved) -> bool:
+        """The case that said so has followed its rank to another board; the row stands for that case alone."""
+        return row.source == "verdict" and row.count == 1 and row.case_id in self._taken_back and row.code != FOLLOWED_RANK
+
+    def _share(self, row: EvidenceSaved) -> float:
+        return row.share / 2 if self._is_taken_back(row) else row.share
+
+    def _is_shared(self, row: EvidenceSaved) -> bool:
+        """It points to a group of which one member is at fault: nobody is more than suspect for it."""
+        return self._share(row) < 1.0
+
     def _may_drain(self, settled_us: int, level: Collection[_Ground]) -> str:
         """Why the node may be drained for what these grounds lead to."""
         if not level or rank(next(iter(level)).reaction) < rank("quarantined"):
@@ -150,15 +166,10 @@ class Weighed:
         telling = [
             row
             for row in self.rows
-            if row.last_us > settled_us and not _is_shared(row) and rank(self.reaction(row)) >= rank("suspect")
+            if row.last_us > settled_us and not self._is_shared(row) and rank(self.reaction(row)) >= rank("suspect")
         ]
         episodes = {self._episode[row.fingerprint] for row in telling}
         return f"{len(episodes)} independent episodes" if allowing and len(episodes) > 1 else ""
-
-
-def _is_shared(row: EvidenceSaved) -> bool:
-    """It points to a group of which one member is at fault: nobody is more than suspect for it."""
-    return row.share < 1.0
 
 
 def _episodes(rows: Iterable[EvidenceSaved]) -> Mapping[str, str]:

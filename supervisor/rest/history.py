@@ -37,6 +37,8 @@ Moment = Annotated[
     str, Query(max_length=60, description="ISO time (UTC unless it says otherwise), or how long ago: `36h`, `30d`")
 ]
 MAX_REPLAY_DAYS = 92.0
+MAX_REPLAYED = 100_000
+"""Pieces of evidence: a few seconds of the supervisor's time. `rsup devices replay` beside the store takes more."""
 
 
 def _at(text: str, name: str) -> int | None:
@@ -142,4 +144,5 @@ def replay(context: Context, operator: Operator, body: ReplayBody) -> Json:
     """Operators only, since it costs seconds: what another policy would have done."""
     tried = policy.parse(body.policy, body.name)
     with context.reading() as connection:
-        return rule_replay.replay_policy(connection, tried, now_us=now_us(), days=body.days)
+        limits = {"days": body.days, "max_evidence": MAX_REPLAYED}
+        return rule_replay.replay_policy(connection, tried, now_us=now_us(), **limits)  # type: ignore[arg-type]

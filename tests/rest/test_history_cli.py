@@ -99,10 +99,14 @@ def test_what_people_read(history: SqlStore, capsys: pytest.CaptureFixture[str])
     for part in (f"device {B}: serial {SERIALS[B]}", "now: quarantined since", "in n1:00000000:3d:00.0", "persistent"):
         assert part in timeline
     touched = ask(capsys, "touched", B)[1]
-    for part in ("2 jobs, 2 attempts, 2 checkpoints to verify again", "last checkpoint before: iteration 20", "/bob/tune/35"):
+    for part in (
+        "2 jobs, 2 attempts, 2 checkpoints to verify again",
+        "newest checkpoint that is not on the list: iteration 20",
+        "/bob/tune/35",
+    ):
         assert part in touched
     common = ask(capsys, "common", "train")[1]
-    assert "1 failure of jobs" in common and "EXPECTED" in common and "next: " in common
+    assert "1 failure, " in common and "EXPECTED" in common and "next: " in common
     assert "in trouble" in ask(capsys, "clusters", "--by", "rack", "--days", "3000", "--rack-pattern", "^(n)")[1]
     assert "1 quarantined" in ask(capsys, "stats")[1]
     assert "at 2025-11-29T21:00:30Z: clear" in ask(capsys, "timeline", B, "--at", "2025-11-29T21:00:30Z")[1]

@@ -130,7 +130,7 @@ def test_doubt_is_split_in_halves(store: SqlStore, connection: Connection) -> No
     found = common_devices(connection, failed_since_us=at(-1), now_us=at(NOW))
     step = found["experiment"]
     assert step["do"] == "split" and 1 <= len(step["devices"]) + len(step["nodes"]) <= 4
-    assert "a failure within 12 h leaves no others" in step["text"]
+    assert "if it fails within 12 h the culprit is among them" in step["text"]
 
 
 def test_one_failure_accuses_nobody(store: SqlStore, connection: Connection) -> None:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Connection
 
 from rsup.supervisor.database import reader_engine
-from rsup.supervisor.records import IncidentSaved, JobKey, Record
+from rsup.supervisor.records import IncidentSaved, JobKey, Record, SubjectSaved
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.vendor_export import device_record, record_text
 from tests.rest.history_story import HOUR, SERIALS, A, B, at, attempt, case, checkpoint, device, evidence, job, moves
@@ -34,6 +34,7 @@ def whole() -> list[Record]:
         evidence(B, 62, "person", "flag", principal="ursula", text="ursula says that secret-model-7b looks odd"),
         evidence(B, 70, "test", "failed", weight=2.0, text="matmul bf16 4096: 3 of 16 differ"),
         *moves(B, (70, "quarantined", "evidence"), (80, "in_repair", "repair")),
+        SubjectSaved("device", B, "in_repair", at(80), f"case {SECRET}-a1-i25: persistent", 3, serial=SERIALS[B]),
     ]
 
 

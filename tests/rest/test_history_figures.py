@@ -224,11 +224,10 @@ def test_refused_and_injected_evidence_moves_nothing_in_a_replay(told: Open) -> 
     assert replay_policy(told(boards(), records), policy.built_in(), now_us=at(NOW))["subjects"] == []
 
 
-def test_a_replay_is_bounded(told: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rsup.supervisor.rule_replay.MAX_EVIDENCE", 2)
+def test_a_replay_is_bounded(told: Open) -> None:
     connection = told(boards(), seen(A, 80, "119"), seen(B, 80, "119"), seen(C, 80, "119"))
     with pytest.raises(ReplayTooLarge, match="take fewer --days"):
-        replay_policy(connection, policy.built_in(), now_us=at(NOW))
+        replay_policy(connection, policy.built_in(), now_us=at(NOW), max_evidence=2)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,11 @@ def ddp() -> Made:
     return wrapped, model, None
 
 
+def plain_ddp() -> Made:
+    model = nn.Linear(8, 1)
+    return DistributedDataParallel(model), model, None
+
+
 def fsdp() -> Made:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     for layer in (model[0], model[2], model):
@@ -186,6 +191,29 @@ def check_an_echo_accuses_nobody(rank: int, size: int) -> None:
     assert report is not None and (report.verdict, report.action) == ("", "elsewhere"), report
     assert {finding.rank for finding in report.findings} == {1}, report.findings
     assert report.tried == {1: ["GPU-1"]}, report.tried
+
+
+def check_data_that_do_not_move_accuse_nobody(rank: int, size: int) -> None:
+    """What a rank computes follows from its number, or from nothing that went through the iterator: no board is to blame."""
+
+    class Elsewhere(Run):
+        def iterate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            taken = self.data if self.takes else None
+            while self.rerun.should_run_forward_backward(taken, self.number):
+                optimizer.zero_grad()
+                if self.takes:
+                    next(self.data)
+                x = torch.full((2, 8), 0.1 * (self.rank + 1))
+                loss = self.corrupt(model(x).square().mean(), self)
+                self.rerun.validate_loss(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    for takes in (False, True):
+        Elsewhere.takes = takes  # type: ignore[attr-defined]
+        run = Elsewhere(plain_ddp, device(1))
+        assert (run.verdict, run.exit) == (": ", Exit(True, True, 16)), run.verdict
+        run = Elsewhere(plain_ddp, healthy, mode=RerunMode.AUDIT, audit_interval=1)
+        assert not run.exit.should_exit and run.rerun._parts.work.last_report is None
 
 
 def check_fsdp_names_the_device(rank: int, size: int) -> None:

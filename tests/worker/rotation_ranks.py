@@ -225,7 +225,7 @@ def check_a_corrupted_parameter_is_found_and_buffers_that_differ_by_nature_are_n
 def check_uneven_batches_cannot_rotate(rank: int, size: int) -> None:
     training = Training(rank)
     rotation = Rotation(ReplicaAxis.of_world(size), None, RankDevice(f"GPU-{rank}"), training.state)
-    finding = RankFinding(rank, RankDevice(f"GPU-{rank}"), ("loss",) if rank == 0 else (), (rank,))
+    finding = RankFinding(rank, RankDevice(f"GPU-{rank}"), ("loss",) if rank == 0 else (), (rank + 1,))
     begun = rotation.begin(finding, training.payload)
     assert isinstance(begun, Judgement) and "different numbers of batches" in begun.reason
 

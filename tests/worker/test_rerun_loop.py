@@ -393,3 +393,37 @@ def test_batches_of_the_iteration_come_back_with_a_checkpoint_of_a_verdict() -> 
     second.data = RerunDataIterator(OwnPosition())
     assert second.run() == 0
     assert second.seen == [pytest.approx(0.4), pytest.approx(0.5), pytest.approx(0.6)]
+
+
+def test_spoiled_parameters_are_neither_the_datas_fault_nor_saved() -> None:
+    """One rank has no replica to compare with; a NaN in a parameter is there before the iteration: reload, no checkpoint."""
+    loop = Loop()
+    loop.run(3)
+    next(loop.model.parameters()).data[0, 0] = NAN
+    assert loop.run() == 4 and loop.exit == Exit(False, True, 17)
+    report = loop.rerun._parts.work.last_report
+    assert report is not None and (report.verdict, report.action) == ("corrupted state", "restart")
+
+
+def test_skipping_ends_when_every_iteration_is_bad() -> None:
+    """Also across restarts: the count is in the checkpoint."""
+
+    def always(loss: torch.Tensor, loop: Loop) -> torch.Tensor:
+        return loss * NAN if loop.number >= 2 else loss
+
+    loop = Loop(always, on_application="skip")
+    devices = iter("bcdefgh")
+    left = loop.run()
+    while loop.exit.exit_code == 16:
+        asked = loop.checkpoint()
+        loop = Loop(always, device=f"GPU-{next(devices)}", on_application="skip")
+        loop.resume(asked)
+        left = loop.run()
+    assert (left, loop.exit) == (4, Exit(False, True, 17))
+
+
+def test_another_ranks_state_is_refused() -> None:
+    first = Loop(on_device("GPU-a", 4))
+    first.run()
+    asked = first.checkpoint()["rerun"]
+    assert "another rank's" in Loop().rerun.load_state_dict(asked | {"rank": 1})

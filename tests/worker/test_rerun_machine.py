@@ -15,6 +15,7 @@ from rsup.worker.rerun.machine import (
     after_judgement,
     after_replay,
     closing,
+    doubt_skips,
     first_severity,
     judge_moved,
     replay_severity,
@@ -91,21 +92,38 @@ def test_data_dependent_faults_must_come_out_a_second_time_in_place() -> None:
     assert doubted is not None and doubted.verdict == "undecided"
 
 
+def moved(rank: int, *, flagged: bool = True, device: str = "", before: str = "?", **found: bool) -> Moved:
+    """A rank that ran on `old-RANK` and now runs on `new-RANK`."""
+    device, before = device or f"new-{rank}", f"old-{rank}" if before == "?" else before
+    return Moved(rank, flagged=flagged, device=device, before=before, **found)
+
+
+CALM = moved(0, flagged=False)
+SWAPPED = [moved(0, device="old-1", same=True, healthy=False), moved(1, device="old-0", same=True, healthy=False)]
+
+
 @pytest.mark.parametrize(
-    ("moved", "verdict", "accused"),
+    ("all_moved", "verdict", "accused"),
     [
-        ([Moved(0), Moved(1, flagged=True, same=True, healthy=False)], "application", ()),
-        ([Moved(0), Moved(1, flagged=True, same=False)], "persistent", (1,)),
-        ([Moved(0), Moved(1, flagged=True, same=False, healthy=False)], "undecided", ()),
-        ([Moved(0), Moved(1, flagged=True, reached=False)], "undecided", ()),
-        ([Moved(0), Moved(1)], "undecided", ()),
-        ([Moved(0), Moved(1, flagged=True, same=False, alike=False)], "undecided", ()),
-        ([Moved(0), Moved(1, flagged=True, same=True, healthy=False, alike=False)], "application", ()),
-        ([Moved(0, flagged=True, same=True, healthy=False), Moved(1, flagged=True)], "persistent", (1,)),
+        ([CALM, moved(1, same=True, healthy=False)], "application", ()),
+        ([CALM, moved(1)], "persistent", (1,)),
+        ([CALM, moved(1, healthy=False)], "undecided", ()),
+        ([CALM, moved(1, reached=False)], "undecided", ()),
+        ([CALM, moved(1, flagged=False)], "undecided", ()),
+        ([CALM, moved(1, alike=False)], "undecided", ()),
+        ([CALM, moved(1, before="")], "undecided", ()),  # another rank's state: it says nothing of this one's device
+        ([CALM, moved(1, stable=False)], "undecided", ()),  # the process made the difference, as far as one can see
+        ([CALM, moved(1, same=True, healthy=False, alike=False)], "application", ()),
+        ([moved(0, same=True, healthy=False), moved(1)], "persistent", (1,)),
+        (
+            [moved(0, device="old-1", same=True, healthy=False), moved(1, device="old-0", same=True, healthy=False)],
+            "undecided",
+            (),
+        ),
     ],
 )
-def test_verdict_of_a_replay_on_another_device(moved: list[Moved], verdict: str, accused: tuple[int, ...]) -> None:
-    judgement = judge_moved(moved)
+def test_verdict_of_a_replay_on_another_device(all_moved: list[Moved], verdict: str, accused: tuple[int, ...]) -> None:
+    judgement = judge_moved(all_moved)
     assert (judgement.verdict, judgement.accused) == (verdict, accused)
 
 
@@ -128,6 +146,15 @@ def test_what_follows_a_verdict(verdict: str, config: RerunConfig, clean: bool, 
     """P20/H1: a transient or corrupted state leaves no checkpoint; DESIGN.md 6, after the verdict."""
     found = closing(Judgement(verdict, "..."), config, clean=clean, accused_in_use=in_use)
     assert (found.action, found.exit) == (action, exit_)
+
+
+def test_skipping_for_bad_data_has_an_end() -> None:
+    """Iteration after iteration left out for its data is no longer the data's fault: the job must not end as a success."""
+    skips, found = RerunConfig(on_application="skip"), Judgement("application", "...")
+    assert doubt_skips(found, skips, 0) == doubt_skips(found, skips, 1) == found
+    assert doubt_skips(found, skips, 2).verdict == "undecided"
+    assert doubt_skips(found, RerunConfig(), 5) == found
+    assert doubt_skips(Judgement("persistent", "..."), skips, 5).verdict == "persistent"
 
 
 def test_a_doubtful_audit_lets_training_go_on() -> None:

@@ -3,6 +3,7 @@
 Each `end_*` is called when a pass is over, on all ranks alike, and says whether to run once more. Collective, all of it.
 """
 
+from rsup.worker.rerun.checksums import not_finite
 from rsup.worker.rerun.contract import (
     EXIT_ELSEWHERE,
     Checked,
@@ -15,6 +16,7 @@ from rsup.worker.rerun.contract import (
 from rsup.worker.rerun.echoes import earliest, is_echo
 from rsup.worker.rerun.judging import judge_state
 from rsup.worker.rerun.machine import (
+    STABLE_WITHIN,
     Moved,
     Next,
     Severity,
@@ -22,6 +24,7 @@ from rsup.worker.rerun.machine import (
     after_confirmation,
     after_judgement,
     after_replay,
+    doubt_skips,
     flagged_again,
     judge_moved,
     replay_severity,
@@ -30,6 +33,7 @@ from rsup.worker.rerun.parts import Parts
 from rsup.worker.rerun.passes import Judged
 from rsup.worker.rerun.pending import Pending
 from rsup.worker.rerun.report import findings_of
+from rsup.worker.rerun.values import difference
 
 
 class Attribution:
@@ -56,10 +60,27 @@ class Attribution:
         next_ = after_replay(agreed, why_not)
         if next_.step is Step.GO_ON:
             return self._close_minor()
+        if next_.step is Step.CLOSE:
+            return self.follow(next_)
         if next_.step is Step.ROTATE:
             parts.work.tell(parts.data_position)
-            return self._rotate()
-        return self.follow(next_)
+        corrupted = self._corrupted_state(is_replicated=next_.step is Step.ROTATE)
+        if corrupted is not None:
+            return self.follow(after_judgement(corrupted))
+        return self._rotate() if next_.step is Step.ROTATE else self.follow(next_)
+
+    def _corrupted_state(self, is_replicated: bool) -> Judgement | None:
+        """Whether the numbers were spoiled before this iteration: replicas differ, or a parameter is no number any more."""
+        parts, rotation = self._parts, self._parts.rotation
+        if is_replicated and rotation is not None:
+            found = judge_state(rotation.compare_state(), rotation.axis)
+            if found is not None:
+                return found
+        bad = parts.agreement.gather(not_finite(parts.named_state()))
+        ranks = [rank for rank, names in enumerate(bad) if names]
+        if not ranks:
+            return None
+        return Judgement("corrupted state", f"{bad[ranks[0]][0]} holds NaN or Inf before the iteration (ranks {ranks})")
 
     def _why_no_rotation(self) -> str:
         parts = self._parts
@@ -100,12 +121,9 @@ class Attribution:
     # ------------------------------------------------------------------------------------------ on another rank's device
 
     def _rotate(self) -> bool:
-        """Compare the replicated state; then compute another rank's data."""
+        """Compute another rank's data."""
         parts, rotation = self._parts, self._parts.rotation
         assert rotation is not None
-        corrupted = judge_state(rotation.compare_state(), rotation.axis)
-        if corrupted is not None:
-            return self.follow(after_judgement(corrupted))
         payload, counts = parts.iteration.payload()
         flagged = tuple(sorted(one.checked.check for one in parts.iteration.confirmed))
         finding = RankFinding(parts.agreement.rank, parts.device, flagged, counts)
@@ -151,7 +169,7 @@ class Attribution:
             parts.work.case = None
             return None
         iteration.first = iteration.confirmed = pending.first
-        iteration.found_on = pending.likeness
+        iteration.others, iteration.found_on = pending.others, pending.likeness
         tried = case.tried.get(parts.agreement.rank, [])
         if parts.agreement.worst(int(bool(pending.flagged) and parts.device.uuid in tried)):
             return self._same_device_again(pending)
@@ -191,6 +209,11 @@ class Attribution:
             reached=all(one.check in now for one in flagged),
             same=all(one.check in now and parts.same_elsewhere(one, now[one.check]) for one in flagged),
             healthy=not any(one.checked.rejected and one.checked.fatal for one in again),
+            stable=all(
+                one.checked.check in now
+                and difference(one.checked.value, now[one.checked.check].value) <= max(one.checked.tolerance, STABLE_WITHIN)
+                for one in iteration.others
+            ),
             alike=iteration.found_on == parts.device.likeness,
         )
         all_moved = parts.agreement.gather(moved)
@@ -222,12 +245,14 @@ class Attribution:
             return False
         if clean is None:
             clean = judgement.verdict == "transient"
+        judgement = doubt_skips(judgement, parts.config, parts.skips_in_row)
         case_id = parts.work.case_id
         closing = parts.work.close(judgement, clean, parts.data_position)
         parts.tracking.verdict(iteration.number, case_id, judgement.verdict)
         if closing.action != "continue":
             iteration.roll_back()
         parts.injector.clear()
+        parts.skips_in_row = parts.skips_in_row + 1 if closing.skip_step else 0
         return iteration.end(closing.exit, closing.skip_step, keeps_batches=closing.exit.should_checkpoint)
 
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from rsup.worker.rerun.contract import Checked, Judgement, Payload, RerunError
 from rsup.worker.rerun.echoes import NO_LIMIT, earliest, is_echo, reduction_of
 from rsup.worker.rerun.exchange import gather, move
+from rsup.worker.rerun.judging import NO_DATA
 from rsup.worker.rerun.replica_axis import ReplicaAxis
+from rsup.worker.rerun.rotation import is_unmoved
 from rsup.worker.rerun.values import difference
 
 TOLERANCE_FACTOR = 4.0
@@ -120,7 +122,10 @@ def judge_audit(compared: Sequence[Compared], tolerances: Tolerances, axis: Repl
         return Judgement("persistent", text, accused, suspect_of=axis.replica_size)
     if axis.size == 2:
         return Judgement(
-            "undecided", f"{reason}; of two devices, it cannot be said which one", another_placement_may_decide=True
+            "undecided",
+            f"{reason}; of two devices, it cannot be said which one",
+            axis.ranks,
+            another_placement_may_decide=True,
         )
     return Judgement("undecided", f"{reason}; no single device explains it", another_placement_may_decide=True)
 
@@ -145,6 +150,8 @@ class Audit:
         self.tolerances = Tolerances(floor)
         self.compared: list[Compared] = []
         self.num_done = 0
+        self.problem = ""
+        """Why audits say nothing in this run."""
         self._group = group
         self._interval = interval
         self._torch_device = torch_device
@@ -166,6 +173,8 @@ class Audit:
         """Hand the data on, each time to another device: the payload to run here, or why it cannot be. Collective."""
         counts = dict(gather((dist.get_rank(), num_batches), self._group))
         self._shift = audit_shift(self.axis.size, self.num_done)
+        if any(not any(sum(counts[rank]) for rank in replica) for replica in self.axis.replicas):
+            return NO_DATA
         if any(counts[rank] != counts[self.axis.next_of(rank, self._shift)] for rank in self.axis.ranks):
             return "the ranks took different numbers of batches"
         try:
@@ -181,6 +190,9 @@ class Audit:
         `checked_there`: what the other rank's data gave here; `own`: what this rank's gave here; `in_place`: what it gave when
         it was replayed here.
         """
+        if any(gather(is_unmoved(own, checked_there), self._group)):
+            self.problem = "a rank got its own values out of other data: what it computes does not come from the batches alone"
+            return None
         sent = {one.check: one.value for one in checked_there}
         came_out = dict(gather((dist.get_rank(), sent), self._group))
         rank = dist.get_rank()

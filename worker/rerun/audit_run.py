@@ -25,6 +25,7 @@ class AuditRun:
         self._attribution = attribution
         self._audit = audit
         self._jumps: dict[str, Jump] = {}
+        self._said: set[str] = set()
 
     def has_jumped(self, first: Sequence[Judged]) -> bool:
         """Whether a gradient norm of this rank has left its usual range. Not collective."""
@@ -43,6 +44,7 @@ class AuditRun:
             return self._attribution.follow(after_judgement(corrupted))
         begun = self._audit.begin(*parts.iteration.payload())
         if isinstance(begun, str):  # not this time; the gradients are still those of the iteration
+            self._say_problem(begun)
             return parts.finish()
         return parts.iteration.borrow(begun)
 
@@ -57,6 +59,7 @@ class AuditRun:
         own, now = [one.checked for one in iteration.first], [one.checked for one in again]
         judgement = audit.end(iteration.there, own, now)
         if judgement is None:
+            self._say_problem(audit.problem)
             return parts.finish()
         mine = audit.compared[parts.agreement.rank]
         differing = audit.tolerances.mismatches(mine)
@@ -67,6 +70,11 @@ class AuditRun:
         is_settled = not parts.agreement.worst(int(not self._is_settled(mine, now)))
         judgement = replace(judgement, another_placement_may_decide=False)
         return self._attribution.follow(after_judgement(judgement), is_settled)
+
+    def _say_problem(self, problem: str) -> None:
+        if problem and problem not in self._said:
+            self._said.add(problem)
+            self._parts.work.say(f"iterations are not audited: {problem}")
 
     def _is_settled(self, mine: Compared, now: Sequence[Checked]) -> bool:
         """Whether the replay in place, whose gradients would be used, agrees with the first pass or with the other device."""

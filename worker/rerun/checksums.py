@@ -40,6 +40,19 @@ def tensor_digests(named_tensors: NamedTensors | Iterable[tuple[str, torch.Tenso
     return torch.stack([digest.to(device, non_blocking=True) for digest in digests])
 
 
+def not_finite(named_tensors: NamedTensors) -> list[str]:
+    """Names of the floating-point tensors with a NaN or an infinity (of a DTensor: in this rank's part). One host read."""
+    floating = [(name, _local(tensor)) for name, tensor in named_tensors.items() if tensor.is_floating_point()]
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in floating:
+        by_device.setdefault(tensor.device, []).append((name, torch.isfinite(tensor).all()))
+    bad = []
+    for found in by_device.values():
+        flags = torch.stack([flag for _, flag in found]).tolist()
+        bad += [name for (name, _), flag in zip(found, flags, strict=True) if not flag]
+    return bad
+
+
 def sharded_names(named_tensors: NamedTensors, axis: ReplicaAxis) -> list[str]:
     """Names of tensors that have no replica along the axis: DTensors sharded, or not yet reduced, between replicas."""
     return [name for name, tensor in named_tensors.items() if isinstance(tensor, DTensor) and _is_split(tensor, axis)]

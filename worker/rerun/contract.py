@@ -139,6 +139,8 @@ class RotatedOutcome:
     """The pass there made the same checks."""
     values: dict[str, float] = field(default_factory=dict)
     """What came out there, of the flagged checks."""
+    unmoved: bool = False
+    """This rank computed another one's data and got its own values, all to the bit: what it computes did not change."""
 
 
 @dataclass(frozen=True)

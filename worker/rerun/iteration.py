@@ -35,6 +35,8 @@ class Iteration:
         """Values of the first pass; of a replay from a checkpoint those that were rejected in the attempt before."""
         self.again: list[Judged] = []
         """Values of the replay in place."""
+        self.others: list[Judged] = []
+        """Values of an earlier attempt that no check had rejected."""
         self.found_on: tuple[str, ...] = ()
         """Likeness of the device on which an earlier attempt found them."""
         self.confirmed: list[Judged] = []

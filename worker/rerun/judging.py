@@ -17,6 +17,7 @@ from rsup.worker.rerun.replica_axis import ReplicaAxis
 
 NO_FINDING = "no rank found its failed value again"
 UNEVEN = "the ranks took different numbers of batches, so none can run the data of another"
+NO_DATA = "a rank took no data from a RerunDataIterator, so what it computes cannot be handed on"
 NO_LIKE_DEVICE = "no like device: the other ranks run on the same device, or on one of another model, VBIOS or driver"
 
 
@@ -34,6 +35,8 @@ def choose_shift(findings: Sequence[RankFinding], axis: ReplicaAxis) -> int | st
         return NO_FINDING
     if len(flagged) == axis.size:
         return _all_failed(axis)
+    if any(not any(sum(known[rank].num_batches) for rank in replica) for replica in axis.replicas):
+        return NO_DATA
     shifts = [shift for shift in range(1, axis.size) if _batches_match(known, axis, shift)]
     if not shifts:
         return UNEVEN
@@ -114,6 +117,8 @@ class _Suspect:
             return f"its data ran on {where}, which failed as well"
         if not _alike(self.findings, self.axis, self.replica, witness):
             return NO_LIKE_DEVICE
+        if any(self.outcomes[rank].unmoved for rank in self.axis.replicas[witness]):
+            return f"{where} got its own values out of other data: what it computes does not come from the batches alone"
         checked_by = self._host_of(witness)
         if checked_by not in self.flagged and self._data_of(witness) != "healthy":
             return f"{where} and {_named(self.axis.replicas[checked_by])} do not reproduce each other"

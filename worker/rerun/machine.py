@@ -13,6 +13,9 @@ from rsup.worker.rerun import values
 from rsup.worker.rerun.contract import EXIT_ELSEWHERE, EXIT_FAILED, Checked, Exit, Judgement, RerunConfig, RerunState
 from rsup.worker.rerun.passes import Judged
 
+MAX_SKIPS_IN_ROW = 2
+"""Iterations that may be left out for their data without a healthy one between them."""
+STABLE_WITHIN = 1e-3
 GO_ON = Exit(False, False, 0)
 """Neither a checkpoint nor an exit."""
 Same = Callable[[Checked, Checked], bool]
@@ -157,6 +160,8 @@ class Moved:
     same: bool = False
     healthy: bool = True
     """No fatal check rejects in this pass."""
+    stable: bool = True
+    """Values that no check had rejected came out as before (within `STABLE_WITHIN`)."""
     alike: bool = True
     """Its device now is of the model, VBIOS and driver of that before: another value is not expected of it."""
 
@@ -172,6 +177,13 @@ def judge_moved(moved: Sequence[Moved]) -> Judgement:
         text = "on another device another value came out, and it was rejected too"
         return Judgement("undecided", text, another_placement_may_decide=True)
     different = [one for one in flagged if not one.same]
+    failed_on = {other.before for other in flagged}
+    if any(one.same and one.device in failed_on - {one.before} for one in flagged):
+        text = f"the same came out, but on a device that had failed as well ({_places(flagged)})"
+        return Judgement("undecided", text, another_placement_may_decide=True)
+    if any(not one.before or not one.stable for one in different):
+        text = "values that had been healthy came out otherwise, too: the process, not the device, may have made the difference"
+        return Judgement("undecided", f"{text} ({_places(different)})")
     if not different:
         return Judgement("application", f"the same came out on another device ({_places(flagged)})")
     if any(not one.alike for one in different):
@@ -183,6 +195,16 @@ def judge_moved(moved: Sequence[Moved]) -> Judgement:
 
 def _places(moved: Sequence[Moved]) -> str:
     return ", ".join(f"rank {one.rank}: {one.device} after {one.before}" for one in moved)
+
+
+def doubt_skips(judgement: Judgement, config: RerunConfig, skips_in_row: int) -> Judgement:
+    """`undecided` instead of one more iteration that would be left out for its data."""
+    if judgement.verdict != "application" or config.on_application != "skip" or skips_in_row < MAX_SKIPS_IN_ROW:
+        return judgement
+    text = (
+        f"{judgement.reason}; but {skips_in_row} iterations before it were left out, too: the data alone does not explain that"
+    )
+    return Judgement("undecided", text)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The parts of one rank's rerun machine, which all that works on an iteration shares."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class Parts:
         self.iteration = Iteration(self.replay_state, self.large, torch_device)
         self.rotation: Rotation | None = None
         self.data_position: dict[str, int] = {}
+        self.skips_in_row = 0
+        """Iterations left out for their data since the last healthy one."""
+        self.named_state: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Parameters, buffers and optimizer state of what is attached."""
 
     def same(self, before: Checked, after: Checked) -> bool:
         """Whether a replay in place gave the value again; the error injector may say otherwise."""
@@ -66,4 +71,5 @@ class Parts:
     def finish(self) -> bool:
         """The iteration is over, and what its last pass computed is used. False."""
         self.injector.clear()
+        self.skips_in_row = 0
         return self.iteration.end()

@@ -21,6 +21,8 @@ class Pending:
     case: OpenCase
     first: list[Judged] = field(default_factory=list)
     """This rank's rejected values."""
+    others: list[Judged] = field(default_factory=list)
+    """Its values that no check rejected."""
     likeness: tuple[str, ...] = ()
     """`RankDevice.likeness` of the device that found it."""
     rng: str = ""
@@ -46,6 +48,7 @@ def to_plain(pending: Pending) -> dict[str, Any]:
         "findings": [msgspec.structs.asdict(finding) for finding in case.findings],
         "tried": {str(rank): list(uuids) for rank, uuids in case.tried.items()},
         "first": [_checked_plain(one) for one in pending.first],
+        "others": [_checked_plain(one) for one in pending.others],
         "likeness": list(pending.likeness),
         "rng": pending.rng,
         "state": pending.state,
@@ -67,7 +70,9 @@ def from_plain(plain: Mapping[str, Any]) -> Pending:
         )
         first = _checked_list(plain["first"])
         likeness = tuple(str(one) for one in plain["likeness"])
-        return Pending(case, first, likeness, str(plain["rng"]), plain["state"], list(plain["iterators"]))
+        return Pending(
+            case, first, _checked_list(plain["others"]), likeness, str(plain["rng"]), plain["state"], list(plain["iterators"])
+        )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"damaged rerun state: {error!r}") from None
 

@@ -102,6 +102,7 @@ class Rotation:
         first_bad = min(gather(_first_bad(own, came_out[ran_on]), self._group))
         known = {check for finding in self.findings if finding.rank == rank for check in finding.flagged}
         outcome = compare_values(rank, ran_on, own, came_out[ran_on], known.intersection(flagged), first_bad)
+        outcome = replace(outcome, unmoved=is_unmoved(own, checked_there))
         self.outcomes = gather(outcome, self._group)
         return judge(self.findings, self.outcomes, self.axis)
 
@@ -134,6 +135,11 @@ def compare_values(
         complete=sorted(one.check for one in own) == sorted(values) and bool(failed or not flagged),
         values={one.check: values[one.check] for one in compared if one.check in values},
     )
+
+
+def is_unmoved(own: Sequence[Checked], there: Sequence[Checked]) -> bool:
+    """Whether other data gave exactly the values of one's own: it cannot have been other data. Pure."""
+    return bool(own) and [(one.check, repr(one.value)) for one in own] == [(one.check, repr(one.value)) for one in there]
 
 
 def _first_bad(own: Sequence[Checked], there: Sent) -> int:

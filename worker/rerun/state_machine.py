@@ -112,11 +112,12 @@ class RerunStateMachine:
         parts.replay_state.register_buffers(f"buffers of module {len(self._modules)}", module)
         self._gradients = self._gradients or GradientChecks(scaler)
         self._gradients.attach(module, hook=hook, state=hook_state)
+        parts.named_state = lambda: self._named_state(optimizer)
         if not self.config.rotate:
             return
         axis = axis or ReplicaAxis.of_world(parts.agreement.world_size)
         group, device = parts.agreement.group, parts.torch_device
-        parts.rotation = Rotation(axis, group, parts.device, lambda: self._named_state(optimizer), torch_device=device)
+        parts.rotation = Rotation(axis, group, parts.device, parts.named_state, torch_device=device)
         if mode is RerunMode.AUDIT:
             audit = Audit(axis, group, self.config.audit_interval, device)
             self._audit = AuditRun(parts, self._attribution, audit)
@@ -365,6 +366,8 @@ class RerunStateMachine:
         parts, iteration = self._parts, self._iteration
         state: dict[str, Any] = {
             "world_size": parts.agreement.world_size,
+            "rank": parts.agreement.rank,
+            "skips_in_row": parts.skips_in_row,
             "large_values": parts.large.state_dict(),
             "pending": None,
             "iterators": list(iteration.kept),
@@ -375,7 +378,10 @@ class RerunStateMachine:
             registered = parts.replay_state.state_dict(iteration.snapshot)
             rng = parts.replay_state.rng_bytes(iteration.snapshot).hex()
             likeness = iteration.found_on or parts.device.likeness
-            pending = Pending(case, iteration.confirmed, likeness, rng, registered, iteration.iterator_states())
+            found = {one.checked.check for one in iteration.confirmed}
+            others = iteration.others or [one for one in iteration.first if not one.checked.rejected]
+            others = [one for one in others if one.checked.check not in found]
+            pending = Pending(case, iteration.confirmed, others, likeness, rng, registered, iteration.iterator_states())
             state["pending"] = to_plain(pending)
         return state
 
@@ -386,9 +392,12 @@ class RerunStateMachine:
         pending = state.get("pending")
         if state.get("world_size") != self._parts.agreement.world_size:
             return "job sharding has changed: the rerun state is ignored" if pending else ""
+        if state.get("rank", self._parts.agreement.rank) != self._parts.agreement.rank:
+            return "the rerun state is another rank's: each rank has to load its own; it is ignored"
         if self.config.mode is RerunMode.DISABLED:
             return "rerun mode is disabled: the rerun state is ignored" if pending else ""
         self._iteration.loaded = list(state.get("iterators") or ())
+        self._parts.skips_in_row = int(state.get("skips_in_row") or 0)
         if pending is not None:
             try:
                 self._pending = from_plain(pending)
