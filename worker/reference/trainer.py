@@ -36,7 +36,7 @@ from rsup.worker.reference.state import (
     seed_for,
 )
 from rsup.worker.reference.training_step import TrainingStep
-from rsup.worker.rerun.contract import Exit, RankDevice, RerunMode
+from rsup.worker.rerun.contract import EXIT_ELSEWHERE, Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.skip_list import iterations_to_skip
 from rsup.worker.rerun.state_machine import RerunStateMachine
@@ -314,7 +314,8 @@ class Trainer:
     def _leave_unfinished(self, leave: Exit) -> int:
         """The way out in the middle of an iteration, whose numbers were rejected: parameters are as before it."""
         iteration = self.progress.iteration + 1
-        what = "another device has to run it" if leave.should_checkpoint else "its numbers were rejected"
+        elsewhere = leave.exit_code == EXIT_ELSEWHERE
+        what = "another device has to run it" if elsewhere else "its numbers were rejected"
         if leave.should_checkpoint:
             with self.sections.checkpointing():
                 self._keep_for_rerun()
