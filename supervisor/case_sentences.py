@@ -48,4 +48,5 @@ def verdict_text(saved: CaseSaved) -> str:
     injected = " [a fault injector was armed]" if saved.injected else ""
     reason = f": {saved.reason}" if saved.reason else ""
     note = f"; {saved.note}" if saved.note else ""
-    return f"case {saved.case_id}, iteration {saved.iteration}: {what}{reason}; {findings_text(findings_of(saved))}{note}{injected}"
+    compared = findings_text(findings_of(saved))
+    return f"case {saved.case_id}, iteration {saved.iteration}: {what}{reason}; {compared}{note}{injected}"

@@ -1,7 +1,7 @@
 """Accusations that follow the rank: the second `persistent` of one rank and iteration, on another board, accuses neither. Pure.
 
-A board that was proven faulty is out of use from the next attempt on. If the rank's next board is then proven faulty as well, in
-the very iteration that the first was accused of, the fault went with the rank: its program or its state does it. The second
+A board that was proven faulty is out of use from the next attempt on. If the rank's next board is then proven faulty as well,
+in the very iteration that the first was accused of, the fault went with the rank: its program or its state does it. The second
 board is watched, no more; what was said against the first is taken back to a suspicion, unless other evidence holds it; and the
 job ends instead of wearing out board after board.
 """
@@ -86,7 +86,8 @@ def _take_back(turn: Turn, doubt: Doubt, saved: CaseSaved) -> None:
     noted = replace(doubt.before, note=f"taken back against {device}: {what}")
     tell_of(turn, doubt.before, device, FOLLOWED_RANK, what, turn.now.us)
     turn.record(noted)
-    turn.log("CaseTakenBack", f"case {noted.case_id}: {noted.note}", "warning", data={"case_id": noted.case_id, "device": device})
+    data: dict[str, object] = {"case_id": noted.case_id, "device": device}
+    turn.log("CaseTakenBack", f"case {noted.case_id}: {noted.note}", "warning", data=data)
     mine = f"case {noted.case_id}:"
     avoid = [replace(a, quarantined=False) if _is_for(a, device, mine) else a for a in state.avoid]
     turn.change(accusing=[noted if one.case_id == noted.case_id else one for one in state.accusing], avoid=avoid)

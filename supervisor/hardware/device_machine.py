@@ -8,7 +8,8 @@
 
 `clear`, `watch` and `suspect` are whatever the evidence since the last settlement adds up to (`scoring`), so they do not
 depend on the order in which it came. From `quarantined` on a state is left only by a person's verb (`verbs`), by worse evidence
-or, from `probation`, by clean run time; and back to suspicion if the verdict that alone led there is taken back. Evidence that was refused, or is inert, is kept and moves nothing.
+or, from `probation`, by clean run time; and back to suspicion if the verdict that alone led there is taken back. Evidence that
+was refused, or is inert, is kept and moves nothing.
 
 Every change of state is a `TransitionSaved` with the next version; a new sighting alone rewrites rows. Counts are absolute, so
 a commit that is made twice changes nothing. The supervisor's `book` feeds it; `replay` feeds it stored evidence.

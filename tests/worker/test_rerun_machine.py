@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from rsup.worker.rerun.machine import (
     after_first_pass,
     after_judgement,
     after_replay,
+    bad_data,
     closing,
     doubt_skips,
     first_severity,
@@ -161,3 +163,15 @@ def test_a_doubtful_audit_lets_training_go_on() -> None:
     """Devices differ, no check has failed, and nobody can say which is wrong: in doubt, keep training."""
     found = closing(Judgement("undecided", "..."), RerunConfig(), clean=True, accused_in_use=False, is_audit=True)
     assert found.action == "continue" and not found.exit.should_exit
+
+
+def test_data_proven_bad_clears_the_boards_that_it_failed_on() -> None:
+    """Bad data on all three ranks, one spare: two moves tell it from three bad boards."""
+    fails = {"same": True, "healthy": False}
+    first = [moved(0, device="old-1", **fails), moved(1, device="old-0", **fails), moved(2, device="spare", **fails)]
+    assert bad_data(first) == {2} and judge_moved(first).verdict == "undecided"
+    tried = (("old-0", "old-1"), ("old-1", "old-0"), ("old-2", "spare"))
+    second = [moved(0, device="old-2", **fails), moved(1, device="spare", **fails), moved(2, device="old-0", **fails)]
+    second = [replace(one, tried=tried[one.rank]) for one in second]
+    proven = bad_data(second, {2})
+    assert proven == {0, 1, 2} and judge_moved(second, proven).verdict == "application"

@@ -24,6 +24,7 @@ from rsup.worker.rerun.machine import (
     after_confirmation,
     after_judgement,
     after_replay,
+    bad_data,
     doubt_skips,
     flagged_again,
     judge_moved,
@@ -206,6 +207,7 @@ class Attribution:
             flagged=bool(flagged),
             device=parts.device.uuid,
             before=(case.tried.get(parts.agreement.rank) or [""])[0],
+            tried=tuple(case.tried.get(parts.agreement.rank) or ()),
             reached=all(one.check in now for one in flagged),
             same=all(one.check in now and parts.same_elsewhere(one, now[one.check]) for one in flagged),
             healthy=not any(one.checked.rejected and one.checked.fatal for one in again),
@@ -218,7 +220,8 @@ class Attribution:
         )
         all_moved = parts.agreement.gather(moved)
         parts.work.add_moved({one.check: now[one.check].value for one in flagged if one.check in now})
-        return self.follow(after_judgement(judge_moved(all_moved)), all(one.healthy for one in all_moved))
+        case.proven = sorted(bad_data(all_moved, case.proven))
+        return self.follow(after_judgement(judge_moved(all_moved, case.proven)), all(one.healthy for one in all_moved))
 
     def _status_after_move(self, before: Checked, now: dict[str, Checked]) -> Rejection:
         if before.check not in now:

@@ -5,7 +5,7 @@ every rank hands in the same and gets the same. Sources: the seed's states, reli
 DESIGN.md section 6.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -154,6 +154,8 @@ class Moved:
     """Where it runs now."""
     before: str = ""
     """Where it ran when the finding was made."""
+    tried: tuple[str, ...] = ()
+    """All devices on which its data has failed, `before` the first."""
     again: bool = False
     """Its device now is one of those that were tried."""
     reached: bool = True
@@ -166,8 +168,24 @@ class Moved:
     """Its device now is of the model, VBIOS and driver of that before: another value is not expected of it."""
 
 
-def judge_moved(moved: Sequence[Moved]) -> Judgement:
-    """The verdict of a replay from a checkpoint. Raise nothing; doubts are `undecided`."""
+def bad_data(moved: Sequence[Moved], known: Collection[int] = ()) -> frozenset[int]:
+    """The ranks whose data is proven to be at fault: it gave the same on a device against which nothing speaks. A device on
+    which only such data failed is cleared by that. `known`: those proven by earlier moves."""
+    proven = set(known)
+    while True:
+        open_ = [one for one in moved if one.flagged and one.rank not in proven]
+        for one in open_:
+            doubtful = {device for other in open_ if other is not one for device in (other.before, *other.tried)}
+            if one.same and one.reached and one.device not in doubtful:
+                proven.add(one.rank)
+                break
+        else:
+            return frozenset(proven)
+
+
+def judge_moved(moved: Sequence[Moved], proven: Collection[int] | None = None) -> Judgement:
+    """The verdict of a replay from a checkpoint; doubts are `undecided`. `proven`: of `bad_data`."""
+    proven = bad_data(moved) if proven is None else proven
     flagged = [one for one in moved if one.flagged]
     if not flagged:
         return Judgement("undecided", "the checkpoint names no rank with a rejected result")
@@ -177,8 +195,7 @@ def judge_moved(moved: Sequence[Moved]) -> Judgement:
         text = "on another device another value came out, and it was rejected too"
         return Judgement("undecided", text, another_placement_may_decide=True)
     different = [one for one in flagged if not one.same]
-    failed_on = {other.before for other in flagged}
-    if any(one.same and one.device in failed_on - {one.before} for one in flagged):
+    if any(one.same and one.rank not in proven for one in flagged):
         text = f"the same came out, but on a device that had failed as well ({_places(flagged)})"
         return Judgement("undecided", text, another_placement_may_decide=True)
     if any(not one.before or not one.stable for one in different):

@@ -47,6 +47,7 @@ def to_plain(pending: Pending) -> dict[str, Any]:
         "found_by": case.found_by,
         "findings": [msgspec.structs.asdict(finding) for finding in case.findings],
         "tried": {str(rank): list(uuids) for rank, uuids in case.tried.items()},
+        "proven": list(case.proven),
         "first": [_checked_plain(one) for one in pending.first],
         "others": [_checked_plain(one) for one in pending.others],
         "likeness": list(pending.likeness),
@@ -66,6 +67,7 @@ def from_plain(plain: Mapping[str, Any]) -> Pending:
             iteration=int(plain["iteration"]),
             found_by=str(plain["found_by"]),
             findings=msgspec.convert(plain["findings"], list[CaseFinding]),
+            proven=[int(rank) for rank in plain["proven"]],
             tried={int(rank): [str(uuid) for uuid in uuids] for rank, uuids in plain["tried"].items()},
         )
         first = _checked_list(plain["first"])

@@ -24,6 +24,8 @@ class OpenCase:
     found_by: str = "check"
     findings: list[CaseFinding] = field(default_factory=list)
     tried: dict[int, list[str]] = field(default_factory=dict)
+    proven: list[int] = field(default_factory=list)
+    """Ranks whose data earlier moves have proven to be at fault."""
 
     def add(self, found: Sequence[CaseFinding]) -> None:
         """Take findings in; a later one of the same rank and check fills what the earlier one left empty."""
