@@ -169,6 +169,8 @@ class _Player:
             verdicts = verdicts[first:]
         accused = frozenset(uuid for report in closed.values() if report.verdict == "persistent" for uuid in report.accused)
         expected = run.expected if struck or not _may_not_strike(run) else Expected(((),), result="undisturbed")
+        if run.expected.may_stay_open and not verdicts:
+            expected = Expected(((),), ends="no second device")
         wrong = []
         if verdicts not in expected.verdicts:
             wrong.append(f"verdicts {list(verdicts)} instead of {' or '.join(str(list(v)) for v in expected.verdicts)}")

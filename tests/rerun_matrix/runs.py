@@ -20,6 +20,8 @@ class Expected:
     accused: frozenset[str] = frozenset()
     ends: str = "finished"
     result: str = "undisturbed"
+    may_stay_open: bool = False
+    """It depends on the placements whether a device that never failed computes the data of enough ranks."""
     may_be_undecided_first: bool = False
     """Audits of iterations in which the difference is hardly larger than the tolerance."""
 
@@ -195,18 +197,30 @@ def applications(draw: random.Random) -> Run:
 
 
 def application_everywhere(draw: random.Random) -> Run:
-    """Every rank fails: rotation cannot tell, another placement can."""
+    """Every rank fails: rotation cannot tell, a device that has not failed can; without a spare nobody can."""
     world_size = draw.choice((2, 3))
     iteration = _iteration(draw)
     faults = [f"kind=nan-data,iteration={iteration},rank={rank}" for rank in range(world_size)]
-    return _run(
-        "application on every rank",
-        world_size,
-        faults,
-        _truth("application", result="skipped"),
-        on_application="skip",
-        num_spares=draw.choice((0, 1)),
-    )
+    num_spares = draw.choice((0, 1))
+    expected = _truth([], ends="no second device")
+    if num_spares:
+        expected = replace(_truth("application", result="skipped"), may_stay_open=True)
+    return _run("application on every rank", world_size, faults, expected, on_application="skip", num_spares=num_spares)
+
+
+def every_device(draw: random.Random) -> Run:
+    """All boards are bad and there is no other: the same picture as bad data everywhere."""
+    world_size = draw.choice((2, 3))
+    faults = [f"device=D{rank},kind=nan,site=loss" for rank in range(world_size)]
+    expected = _truth([], ends="no second device")
+    return _run("every device, no spare", world_size, faults, expected, on_application="skip", num_spares=0)
+
+
+def alone_corrupted(draw: random.Random) -> Run:
+    """No replica to compare with, but NaN in a parameter was there before the iteration."""
+    kind = draw.choice(("nan", "inf"))
+    fault = f"rank=0,iteration={_iteration(draw)},kind={kind},site=param,param={MODEL}"
+    return _run("one rank, corrupted state", 1, [fault], _truth("corrupted state"))
 
 
 def alone_persistent(draw: random.Random) -> Run:
@@ -332,6 +346,8 @@ CATEGORIES: dict[Make, int] = {
     application: 24,
     applications: 12,
     application_everywhere: 10,
+    every_device: 6,
+    alone_corrupted: 8,
     alone_persistent: 12,
     alone_application: 10,
     corrupted: 16,
@@ -346,7 +362,7 @@ CATEGORIES: dict[Make, int] = {
 }
 
 
-MOVING = (application_everywhere, alone_persistent, alone_application, unlike_suspect)
+MOVING = (application_everywhere, every_device, alone_persistent, alone_application, unlike_suspect)
 """Where another placement has to decide."""
 
 
