@@ -2,9 +2,11 @@
 
 The file is a list of records, or an object with a list called `devices`. Of a record only `uuid` is required; a record with a
 `node` counts on that node alone. `health` is what NVML would say of the device (`device_health`); it is read again whenever the
-file changes, all else once, when the launch starts.
+file changes, all else once, when the launch starts. A key that is none of ours is refused, since a slip of the pen would say
+nothing otherwise; a site's own keys begin with `_` or `x-`.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -67,6 +69,8 @@ def read_inventory_file(path: Path, node: str) -> tuple[ListedDevice, ...]:
     if len(data) > MAX_FILE_BYTES:
         raise _refused(path, f"is longer than {MAX_FILE_BYTES >> 20} MiB; is that the right file?")
     records = _decode(path, data)
+    for where, key, known in _unknown_keys(data):
+        raise _refused(path, f"{where}unknown key {key[:60]!r}; there are {', '.join(known)}; keys of your own begin with x-")
     seen: set[str] = set()
     for place, record in enumerate(records):
         for name in ("uuid", "serial", "model", "board", "pci_bus_id", "vbios", "driver", "node"):
@@ -89,6 +93,22 @@ def _decode(path: Path, data: bytes) -> list[ListedDevice]:
         raise _refused(path, f'{error}; write [{{"uuid": "GPU-...", "serial": "..."}}, ...]') from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _refused(path, f"is no JSON: {error}") from None
+
+
+def _unknown_keys(data: bytes) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Where, the key, and what keys there are. `data` has been read as records before."""
+    content = msgspec.json.decode(data)
+    if isinstance(content, dict):
+        yield from _foreign("", content, _Listing)
+        content = content["devices"]
+    for place, record in enumerate(content):
+        yield from _foreign(f"record {place}: ", record, ListedDevice)
+        yield from _foreign(f"record {place}: health: ", record.get("health") or {}, ListedHealth)
+
+
+def _foreign(where: str, record: dict[str, object], kind: type[Struct]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    known = kind.__struct_fields__
+    return ((where, key, known) for key in record if key not in known and not key.startswith(("_", "x-")))
 
 
 def _check_text(path: Path, place: int, name: str, text: str) -> None:

@@ -55,16 +55,19 @@ def _start_line(state: AgentState, command: wire.StartAttempt) -> str:
     if not why and failed:
         how = f"was killed by {signal.Signals(failed.signal).name}" if failed.signal else f"exited with code {failed.exit_code}"
         why = f"rank {failed.rank} {how}"
-    restart = f" ({_restart(state, command)})" if command.attempt > 1 else ""
+    told = _restart(state, command) if command.attempt > 1 else ""
+    restart = f" ({told})" if told else ""
     size = f" with {_size(command)}" if state.settings.max_nodes > 1 else ""
     return f"rsup: attempt {command.attempt} starts{size}{why and ': '}{why}{restart}"
 
 
 def _restart(state: AgentState, command: wire.StartAttempt) -> str:
-    """Which restart it is, or that it is none that counts."""
+    """Which restart it is, or that it is none that counts; nothing of a launch that goes on with what another one began."""
     spent = command.restarts_spent
     if state.start is not None and spent >= 0 and spent == state.start.restarts_spent:
         return "costs no restart"
+    if spent == 0:
+        return ""
     limit = f" of {command.max_restarts}" if command.max_restarts else ""
     return f"restart {spent if spent >= 0 else command.attempt - 1}{limit}"
 

@@ -319,7 +319,7 @@ def conclude(turn: Turn) -> None:
         why = let_all_go(turn)
         if by_leaving:
             _close_attempt(turn, "stopped", state.stop.reason if state.stop is not None else why)
-            turn.change(failure=None)
+            turn.change(failure=None, free_restarts=turn.state.free_restarts + 1)
             turn.log("Restart", why, "warning")
             reform(turn)
             return
@@ -340,7 +340,8 @@ def conclude(turn: Turn) -> None:
         failure = turn.state.failure
         assert failure is not None
     _close_attempt(turn, {"hang": "hung", "agent-lost": "lost"}.get(failure.kind, "failed"), failure.text)
-    turn.change(budget=budget)
+    is_free = verdict.restart and budget == turn.state.budget
+    turn.change(budget=budget, free_restarts=turn.state.free_restarts + is_free)
     if not verdict.restart:
         reason = verdict.reason if rerun is not None else f"{failure.text}; {verdict.reason}"
         end_job(turn, verdict.exit_code, reason, failure.rank, failure.node)

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20)")
     listing.add_argument("--verdict", choices=("open", *VERDICTS), default="", help="only those with this verdict")
     showing = verbs.add_parser("show", help="show what was compared, where, the verdict, and what followed", allow_abbrev=False)
-    showing.add_argument("case", metavar="CASE|JOB", help="a case's id, or a job of which all cases are shown")
+    showing.add_argument("case", metavar="CASE|JOB", help="a case's id or its beginning, or a job of which all cases are shown")
     for sub in (listing, showing):
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.add_argument("--state-dir", default=None, metavar="DIR", help="where the store is [RSUP_STATE_DIR]")
@@ -59,12 +59,16 @@ def _list(arguments: argparse.Namespace) -> list[Json]:
 def _show(arguments: argparse.Namespace) -> list[Json]:
     sources = sources_of(arguments)
     try:
-        return sources.read(lambda source: source.case(arguments.case))
-    except QueryError as no_case:
-        found = _of_job(sources, arguments.case)
-        if found is None:
-            raise no_case from None
-        return found
+        found = sources.read(lambda source: source.case(arguments.case))
+        if found and found[0]["case_id"] == arguments.case:
+            return found
+        no_case = None
+    except QueryError as error:
+        found, no_case = [], error
+    of_job = _of_job(sources, arguments.case)
+    if of_job is None and no_case is not None:
+        raise no_case from None
+    return found if of_job is None else of_job
 
 
 def _of_job(sources: Sources, name: str) -> list[Json] | None:

@@ -77,6 +77,16 @@ def close_undecided(turn: Turn, case: Case, reason: str) -> None:
     turn.log("CaseVerdict", f"case {saved.case_id}: undecided: {saved.reason}", "warning", data=_data(saved))
 
 
+def passed_by(turn: Turn, iteration: int) -> None:
+    """A checkpoint of that iteration is durable: nothing decides older cases any more. A verdict may still be under way from a
+    node that is cut off."""
+    if all(agent.reachable for _, agent in turn.state.active):
+        for case in turn.state.cases:
+            if is_open(case) and case.saved.iteration < iteration:
+                text = f"training went past iteration {case.saved.iteration} (a checkpoint of iteration {iteration} is durable)"
+                close_undecided(turn, case, f"{text}, and its ranks told no verdict")
+
+
 # ------------------------------------------------------------------------------------------------------------- a report
 
 

@@ -72,6 +72,8 @@ def case_text(one: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
     lines.append(f"  found by {clean(one['found_by'])}, opened {moment(one['opened'])}{closed}")
     if accused := accused_of(one):
         lines.append(f"  accused: {clean(accused)}")
+    if one["note"]:
+        lines.append(f"  note: {clean(one['note'])}")
     if "findings" not in one:
         return "\n".join([*lines, "  only the job's owner and operators see what was compared"])
     if one["reason"]:

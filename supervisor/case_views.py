@@ -12,14 +12,14 @@ from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.tables import cases, jobs
 from rsup.supervisor.view_times import iso, seconds_between
-from rsup.supervisor.wire import RsupError
+from rsup.supervisor.wire import RsupError, UsageError
 
 MAX_CASES = 100
 """How many of the newest a job's status holds."""
 
 PUBLIC_FIELDS = (
     *("case_id", "job", "state", "iteration", "attempt", "opened", "closed", "verdict", "data_dependent", "accused"),
-    *("suspect_of", "found_by", "injected"),
+    *("suspect_of", "found_by", "injected", "note"),
 )
 JOB_FIELDS = ("id", "run", "name", "cluster", "owner")
 
@@ -30,6 +30,10 @@ MayRead = Callable[[str], bool]
 
 class UnknownCase(RsupError):
     """The store has no such case."""
+
+
+class AmbiguousCase(UsageError):
+    """Several cases begin so."""
 
 
 class BadCaseCursor(RsupError):
@@ -60,14 +64,32 @@ def list_cases(
     return [case_fields(row) for row in shown], following
 
 
-def find_cases(connection: Connection, case_id: str, may_read: MayRead = lambda owner: True) -> list[Json]:
-    """Cases of that id: one, unless a later run went on with it, or several owners have a job of that name. Raise
-    `UnknownCase`."""
-    query = _query().where(cases.c.case_id == case_id).order_by(cases.c.opened_us)
-    rows = connection.execute(query).mappings().all()
+def find_cases(
+    connection: Connection, case_id: str, may_read: MayRead = lambda owner: True, *, by_prefix: bool = True
+) -> list[Json]:
+    """Cases of that id: one, unless a later run went on with it, or several owners have a job of that name. With `by_prefix`
+    the beginning of an id does, where it is that of one id only. Raise `UnknownCase` or `AmbiguousCase`."""
+    rows = _rows_of(connection, case_id)
+    if not rows and by_prefix:
+        rows = _rows_of(connection, _begun_by(connection, case_id))
     if not rows:
         raise UnknownCase(f"no case {case_id[:200]!r} in this store; `rsup cases list` lists them")
     return [readable(case_fields(row), may_read) for row in rows]
+
+
+def _rows_of(connection: Connection, case_id: str) -> Sequence[RowMapping]:
+    query = _query().where(cases.c.case_id == case_id).order_by(cases.c.opened_us)
+    return connection.execute(query).mappings().all()
+
+
+def _begun_by(connection: Connection, start: str) -> str:
+    """The one id that begins so, empty where there is none."""
+    query = select(cases.c.case_id).distinct().where(cases.c.case_id.startswith(start, autoescape=True)).limit(MAX_CASES)
+    found = sorted(name for name in connection.execute(query).scalars() if name.startswith(start))
+    if len(found) > 1:
+        names = ", ".join(found[:4]) + (", ..." if found[4:] else "")
+        raise AmbiguousCase(f"{start[:200]!r} may be any of {names}; write more of it")
+    return found[0] if found else ""
 
 
 def readable(case: Json, may_read: MayRead) -> Json:
@@ -84,7 +106,7 @@ def case_fields(row: RowMapping) -> Json:
     """A case, from a row of `_query`. `state` is `open` or `closed`; an open case of an ended job waits for `--resume`."""
     key = JobKey(row["cluster"], row["owner"], row["job_id"], row["run"])
     same = ("case_id", "iteration", "attempt", "fatal", "verdict", "reason", "action", "data_dependent", "accused")
-    more = ("suspect_of", "tried", "findings", "checkpoint", "data_position", "found_by")
+    more = ("suspect_of", "tried", "findings", "checkpoint", "data_position", "found_by", "note")
     return {
         **{name: row[name] for name in same},
         "job": {"id": key.job_id, "run": key.run, "name": str(key), "cluster": key.cluster, "owner": key.owner},

@@ -58,8 +58,9 @@ def touched(
     that counts after its last repair.
 
     `since` and `why`; `jobs`: each with its attempts (ranks on the device, first and last suspicious iteration, how it got on
-    the list), `last_clean` (the newest checkpoint that is not on it) and, in `reverify`, the checkpoints to verify again. Of a
-    job that `may_read` denies only the public fields and counts are told. Raise `UnknownHardware` or `UsageError`.
+    the list), `last_clean` (the newest checkpoint from before the suspicion) and, in `reverify`, the checkpoints to
+    verify again. Of a job that `may_read` denies only the public fields and counts are told. Raise `UnknownHardware` or
+    `UsageError`.
     """
     names, identity = subject_of(connection, selector, "device")
     found = first_suspicion(connection, names) if since_us is None else None
@@ -236,6 +237,12 @@ def _is_bad(row: RowMapping, spoiled: dict[_Key, _Attempt]) -> bool:
     return attempt is not None and row["iteration"] >= attempt.first
 
 
+def _is_before(row: RowMapping, spoiled: dict[_Key, _Attempt], since_us: int) -> bool:
+    """It was made before the suspicion, or holds only iterations from before it, of the attempt that was under way."""
+    attempt = spoiled.get((row["job"], row["attempt"]))
+    return row["at_us"] < since_us if attempt is None else row["iteration"] < attempt.first
+
+
 # ------------------------------------------------------------------------------------------------------------- as fields
 
 
@@ -253,7 +260,7 @@ def _entries(connection: Connection, spoiled: dict[_Key, _Attempt], since_us: in
         if not may_read(named[job]["owner"]):
             entries.append({"job": named[job], "num_attempts": len(ours), "num_checkpoints": len(bad)})
             continue
-        clean = [row for row in saved[job] if not _is_bad(row, spoiled)]
+        clean = [row for row in saved[job] if _is_before(row, spoiled, since_us)]
         entries.append(
             {
                 "job": named[job],

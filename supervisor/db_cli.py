@@ -25,6 +25,7 @@ from rsup.supervisor.lease import LeaseHolder, LeaseRecord, read_record
 from rsup.supervisor.network_copy import copy_database
 from rsup.supervisor.places import boot_id, state_dir, this_host
 from rsup.supervisor.postgres_lease import read_holder
+from rsup.supervisor.render import pieces, plural
 from rsup.supervisor.sql_store import SqlStore, upgrade_store
 from rsup.supervisor.sqlite_file import make_fresh_file
 from rsup.supervisor.store import StoreError
@@ -173,7 +174,7 @@ def _holder(record: LeaseRecord | None) -> Answer | None:
 def _check_text(answer: Answer) -> str:
     lines = [f"{answer['database']}: {'sound' if answer['ok'] else 'NOT SOUND'}, schema {answer['revision']}"]
     if "events" in answer:
-        lines[0] += f", {answer['jobs']} jobs, {answer['events']} events, {answer['evidence']} pieces of evidence"
+        lines[0] += f", {plural(answer['jobs'], 'job')}, {plural(answer['events'], 'event')}, {pieces(answer['evidence'])}"
     lines += [f"  {problem}" for problem in answer["problems"]]
     if answer["holder"]:
         holder = answer["holder"]
@@ -219,7 +220,7 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
     if merged.still_live:
         text += f"; {merged.still_live} left out, since they have not ended"
     if merged.new_evidence or merged.changed_subjects:
-        text += f"; {merged.new_evidence} pieces of evidence new, {merged.changed_subjects} devices or nodes changed"
+        text += f"; {pieces(merged.new_evidence)} new, {merged.changed_subjects} devices or nodes changed"
     return {"database": describe(target), "other": describe(other), **asdict(merged), "text": text}
 
 

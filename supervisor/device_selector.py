@@ -40,6 +40,9 @@ def find_device(connection: Connection, selector: str, at_us: int | None = None)
     Raise `UnknownHardware` or `AmbiguousHardware`."""
     found = _of_uuid(connection, selector) or _of_place(connection, selector, at_us) or _of_serial(connection, selector)
     found = found or _of_index(connection, selector) or _of_prefix(connection, selector)
+    if not found and len(selector.removeprefix("GPU-")) < MIN_PREFIX_CHARS:
+        what = f"the beginning of a UUID needs at least {MIN_PREFIX_CHARS} characters (without `GPU-`)"
+        raise UnknownHardware(f"no device {selector[:200]!r} in this store; {what}; `rsup devices list` lists them")
     if not found:
         raise UnknownHardware(f"no device {selector[:200]!r} in this store; `rsup devices list` lists them")
     boards = {device.uuids: device for device in (_board(connection, uuid) for uuid in _newest_last(connection, found))}

@@ -102,7 +102,7 @@ def _in_use(state: JobState, saved: CaseSaved, attempt: int) -> set[str]:
     found = {device for one in findings_of(saved) for device in (one.device, one.elsewhere_device)}
     found |= {device for devices in saved.tried.values() for device in devices}
     if attempt == state.attempt:
-        found |= {device for agent in state.agents.values() for device in agent.devices_used.values()}
+        found |= {device for agent in state.agents.values() if agent.group_rank >= 0 for device in agent.devices_used.values()}
     return found
 
 

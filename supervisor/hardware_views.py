@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, Select, select
 
 from rsup.supervisor.hardware import standing_views
+from rsup.supervisor.history_jobs import MayRead, everything
 from rsup.supervisor.tables import devices, incidents, job_nodes, jobs, nodes, placements
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.views import job_fields, public_fields
@@ -36,11 +37,12 @@ def list_nodes(
     return items, shown[-1]["node"] if len(rows) > limit else None
 
 
-def node_detail(connection: Connection, name: str) -> dict[str, Any]:
+def node_detail(connection: Connection, name: str, may_read: MayRead = everything) -> dict[str, Any]:
     """One node, the newest jobs it took part in, and incidents on it. Raise `UnknownHardware`."""
+    standing = standing_views.standing_detail(connection, "node", name, "", may_read)
     row = connection.execute(select(nodes).where(nodes.c.node == name)).mappings().first()
     if row is None and standing_views.is_known(connection, "node", name):
-        return {"node": name, "role": "", "devices": [], "jobs": [], "incidents": [], **_standing(connection, "node", name, "")}
+        return {"node": name, "role": "", "devices": [], "jobs": [], "incidents": [], **standing}
     if row is None:
         raise UnknownHardware(f"no node {name[:200]!r} in this store; `rsup nodes list` lists them")
     took_part = select(job_nodes).where(job_nodes.c.node == name).order_by(job_nodes.c.at_us.desc()).limit(MAX_HISTORY)
@@ -56,7 +58,7 @@ def node_detail(connection: Connection, name: str) -> dict[str, Any]:
         for part in parts
     ]
     found = _incidents(connection, select(incidents).where(incidents.c.node == name))
-    return {**_node_fields(row, named), **_standing(connection, "node", name, ""), "jobs": history, "incidents": found}
+    return {**_node_fields(row, named), **standing, "jobs": history, "incidents": found}
 
 
 def list_devices(
@@ -76,28 +78,25 @@ def list_devices(
     return items, shown[-1]["uuid"] if len(rows) > limit else None
 
 
-def device_detail(connection: Connection, uuid: str) -> dict[str, Any]:
+def device_detail(connection: Connection, uuid: str, may_read: MayRead = everything) -> dict[str, Any]:
     """One device, the ranks that used it (newest first), and incidents on it. Raise `UnknownHardware`."""
     row = connection.execute(select(devices).where(devices.c.uuid == uuid)).mappings().first()
+    serial = "" if row is None else row["serial"]
+    standing = standing_views.standing_detail(connection, "device", uuid, serial, may_read)
     if row is None and standing_views.is_known(connection, "device", uuid):
-        return {"uuid": uuid, "placements": [], "incidents": [], "in_use": None, **_standing(connection, "device", uuid, "")}
+        return {"uuid": uuid, "placements": [], "incidents": [], "in_use": None, **standing}
     if row is None:
         raise UnknownHardware(f"no device {uuid[:200]!r} in this store; `rsup devices list` lists them")
     history = _placements(connection, [uuid], running=False)
     in_use = next((entry for entry in history if entry["to"] is None), None)
     found = _incidents(connection, select(incidents).where(incidents.c.device == uuid))
-    standing = _standing(connection, "device", uuid, row["serial"])
     return {**_device_fields(row, in_use), **standing, "placements": history, "incidents": found}
-
-
-def _standing(connection: Connection, kind: str, name: str, serial: str) -> dict[str, Any]:
-    """State, what led to it, and the newest evidence."""
-    return standing_views.standing_detail(connection, kind, name, serial)
 
 
 def _node_fields(row: RowMapping, named: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     seen = {"first_seen": iso(row["first_us"]), "last_seen": iso(row["at_us"])}
-    return {"node": row["node"], "role": row["role"], **seen, "job": named.get(row["job"]), "devices": row["devices"]}
+    devices_here = list(dict.fromkeys(row["devices"]))  # ranks that share a device name it several times
+    return {"node": row["node"], "role": row["role"], **seen, "job": named.get(row["job"]), "devices": devices_here}
 
 
 def _device_fields(row: RowMapping, in_use: dict[str, Any] | None) -> dict[str, Any]:

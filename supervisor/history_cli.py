@@ -14,7 +14,7 @@ from typing import Any
 from rsup.supervisor import history_questions, places
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.query_source import QueryError, Sources, StoreSource
-from rsup.supervisor.render import terminal_width
+from rsup.supervisor.render import pieces, terminal_width
 from rsup.supervisor.wire import UsageError
 
 MAX_POLICY_BYTES = 48 * 1024
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     return answer(arguments)
 
 
-FOR_NODES = ("timeline", "offenders", "stats")
+FOR_NODES = ("timeline", "offenders", "stats", "export")
 """Questions that `rsup nodes` has too."""
 
 
@@ -138,7 +138,9 @@ def _touched(arguments: argparse.Namespace) -> int:
 
 
 def _common(arguments: argparse.Namespace) -> int:
-    if bool(arguments.jobs) == bool(arguments.failed_since):
+    if not arguments.jobs and not arguments.failed_since:
+        raise UsageError("which jobs? name some that failed, or give --failed-since TIME for all that failed since then")
+    if arguments.jobs and arguments.failed_since:
         raise UsageError("name failed jobs, or give --failed-since TIME, not both")
     since_us = _moment(arguments.failed_since, "--failed-since")
     return _show(arguments, history_questions.common(arguments.jobs, since_us, arguments.limit), "common_text")
@@ -175,7 +177,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     if arguments.output and os.path.lexists(arguments.output):
         raise UsageError(f"{arguments.output} exists; name a file that does not")
-    record = _answer(arguments, history_questions.export(arguments.id, arguments.with_jobs), from_store=False)
+    record = _answer(arguments, history_questions.export(arguments.id, arguments.with_jobs, arguments.kind), from_store=False)
     if arguments.text:
         from rsup.supervisor.vendor_export import record_text
 
@@ -192,7 +194,7 @@ def _export(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"cannot write {arguments.output}: {error.strerror}") from None
     told = {"output": arguments.output, "evidence": record["num_evidence"], "tests": len(record["tests"])}
-    print(json.dumps(told) if arguments.json else f"written: {arguments.output} ({told['evidence']} pieces of evidence)")
+    print(json.dumps(told) if arguments.json else f"written: {arguments.output} ({pieces(told['evidence'])})")
     return 0
 
 
@@ -245,5 +247,5 @@ _QUESTIONS: dict[str, tuple[str, Callable[[argparse.ArgumentParser, str], None],
     "replay": ("what another policy would have done", _replay_options, _replay),
     "expiring": ("suspicion and overrides that end soon", _days_option(7, "within N days"), _expiring),
     "stats": ("states, repair times, and how often quarantine was right", _days_option(90, "of the last N days"), _stats),
-    "export": ("a device's record for the vendor's ticket, without users' data", _export_options, _export),
+    "export": ("its record for the vendor's ticket, without users' data", _export_options, _export),
 }

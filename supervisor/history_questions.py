@@ -131,15 +131,15 @@ def replay(policy_text: str, name: str, days: float) -> Question:
     return Question("/history/replay", read, [], {"policy": policy_text, "name": name, "days": days})
 
 
-def export(selector: str, with_jobs: bool) -> Question:
+def export(selector: str, with_jobs: bool, kind: str = "device") -> Question:
     """`vendor_export.device_record`."""
 
     def read(connection: "Connection") -> Json:
         from rsup.supervisor.vendor_export import device_record
 
-        return device_record(connection, selector, now_us=now_us(), with_jobs=with_jobs)
+        return device_record(connection, selector, now_us=now_us(), with_jobs=with_jobs, kind=kind)
 
-    return Question(f"/devices/{_part(selector)}/export", read, [("with_jobs", str(with_jobs).lower())])
+    return Question(f"/{kind}s/{_part(selector)}/export", read, [("with_jobs", str(with_jobs).lower())])
 
 
 def _part(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rsup.supervisor.render import clean, moment, percent, plural, table
+from rsup.supervisor.render import clean, moment, percent, pieces, plural, table
 
 Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ def _then_lines(then: Json) -> list[str]:
         lines.append(f"  used by rank {user['rank']} of {_job(user['job'])}, attempt {user['attempt']}")
     told = then["evidence"]
     first = f", the first {moment(told['first_counted'])}" if told["first_counted"] else ""
-    lines.append(f"  {told['known']} pieces of evidence, {told['counted']} count{first}")
+    lines.append(f"  {pieces(told['known'])}, {told['counted']} count{'s' * (told['counted'] == 1)}{first}")
     return lines
 
 
@@ -77,7 +77,7 @@ def _touched_job(entry: Json, width: int | None) -> list[str]:
         lines.append(f"  attempt {one['attempt']}: iterations {one['first_iteration']} to {last}, {clean(one['how'])}{ranks}")
     clean_one = entry["last_clean"]
     told = f"iteration {clean_one['iteration']}: {clean(clean_one['path'])}" if clean_one else "none is known"
-    lines.append(f"  newest checkpoint that is not on the list: {told}")
+    lines.append(f"  newest checkpoint from before the suspicion: {told}")
     rows = [[row["iteration"], row["attempt"], moment(row["at"]), row["path"]] for row in entry["reverify"]]
     if rows:
         shown = table(("ITERATION", "ATTEMPT", "AT", "VERIFY AGAIN"), rows, None if width is None else width - 2, right=(0, 1))

@@ -12,11 +12,17 @@ _UNIT_US = {"s": 1_000_000, "m": 60_000_000, "min": 60_000_000, "h": HOUR_US, "d
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+def parse_span(text: str) -> int | None:
+    """Microseconds of `8h` or `3d`; None where it is no duration."""
+    span = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(s|m|min|h|d|w)", text.strip())
+    return round(float(span[1]) * _UNIT_US[span[2]]) if span else None
+
+
 def parse_moment(text: str, now_us: int, option: str = "the time") -> int:
     """UTC microseconds of `text`; a time without a zone is UTC. Raise `UsageError`, which names `option`."""
-    ago = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(s|m|min|h|d|w)(?: ago)?", text.strip())
-    if ago:
-        return now_us - round(float(ago[1]) * _UNIT_US[ago[2]])
+    ago_us = parse_span(text.strip().removesuffix(" ago"))
+    if ago_us is not None:
+        return now_us - ago_us
     if text.strip() == "now":
         return now_us
     try:

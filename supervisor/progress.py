@@ -2,6 +2,7 @@
 
 from msgspec.structs import replace
 
+from rsup.supervisor.case_machine import passed_by
 from rsup.supervisor.events import AgentHeard
 from rsup.supervisor.records import CheckpointSaved, ResumeSaved, SectionSaved
 from rsup.supervisor.render import plural
@@ -115,6 +116,7 @@ def checkpoint_committed(turn: Turn, agent_id: str, fact: CheckpointCommitted) -
     )
     text = f"checkpoint of iteration {fact.iteration} is durable: {fact.path} ({fact.duration_s:.2f} s)"
     turn.log("CheckpointCommitted", text, at_us=fact.at_us, node=state.agents[agent_id].info.node)
+    passed_by(turn, fact.iteration)
 
 
 def resumed_from(turn: Turn, agent_id: str, fact: ResumedFrom) -> None:

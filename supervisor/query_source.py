@@ -238,14 +238,14 @@ class StoreSource:
 
     def case(self, case_id: str) -> list[Json]:
         """Cases of that id."""
-        from rsup.supervisor.case_views import UnknownCase, find_cases
+        from rsup.supervisor.case_views import AmbiguousCase, UnknownCase, find_cases
 
         with self._reading() as connection:
             if connection is None:
                 raise QueryError(f"no case {case_id[:200]!r}: {self._state} has no jobs yet")
             try:
                 return find_cases(connection, case_id)
-            except UnknownCase as error:
+            except (UnknownCase, AmbiguousCase) as error:
                 raise QueryError(str(error)) from None
 
     def _find(self, connection: "Connection", job: JobName) -> "FoundJob":

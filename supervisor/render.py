@@ -142,6 +142,11 @@ def percent(ratio: object) -> str:
     return f"{ratio * 100:.1f} %" if isinstance(ratio, int | float) else "-"
 
 
+def pieces(count: int) -> str:
+    """`1 piece of evidence`, `2 pieces of evidence`."""
+    return f"{plural(count, 'piece')} of evidence"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 attempt`, `2 attempts`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -271,6 +271,8 @@ class JobState(Struct, frozen=True, kw_only=True):
     incident: IncidentSaved | None = None
     """The failure that the job has not recovered from."""
     budget: Budget = Budget()
+    free_restarts: int = 0
+    """Attempts that followed another one at no cost."""
     limits: Limits = Limits()
     """In force: the configured ones and those calculated."""
     observed: Observed = Observed()

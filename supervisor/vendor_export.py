@@ -15,7 +15,7 @@ from rsup.supervisor import tables
 from rsup.supervisor.history_jobs import named_jobs
 from rsup.supervisor.history_views import devices_of_case, evidence_fields, moment, subject_of
 from rsup.supervisor.moments import HOUR_US
-from rsup.supervisor.render import clean
+from rsup.supervisor.render import clean, pieces, plural
 from rsup.supervisor.render import moment as moment_text
 from rsup.supervisor.tables import cases, evidence, incidents, placements, seats, transitions
 from rsup.supervisor.view_times import iso
@@ -32,21 +32,27 @@ MIN_NUMBER_CHARS = 5
 Json = dict[str, Any]
 
 
-def device_record(connection: Connection, selector: str, *, now_us: int, with_jobs: bool = False) -> Json:
-    """Everything a vendor may want to know of the device `selector` (as `history_views.timeline`), newest first.
+def device_record(connection: Connection, selector: str, *, now_us: int, with_jobs: bool = False, kind: str = "device") -> Json:
+    """Everything a vendor may want to know of the device `selector` (as `history_views.timeline`), or of a node, newest first.
 
     `identity`, `state`, `stays`, `evidence` (with raw lines; at most the newest `MAX_EVIDENCE`), `tests`, `decisions`,
     `cases` about it, `incidents` with it, `use` (total hours, and each placement). Raise `UnknownHardware` or `UsageError`.
     """
-    names, identity = subject_of(connection, selector, "device")
-    about = (evidence.c.kind == "device", evidence.c.subject.in_(names))
+    names, identity = subject_of(connection, selector, kind)
+    is_node = kind == "node"
+    about = (evidence.c.kind == kind, evidence.c.subject.in_(names))
     found = _rows(connection, select(evidence).where(*about).order_by(evidence.c.last_us.desc()).limit(MAX_EVIDENCE))
     total = connection.execute(select(func.count()).where(*about)).scalar() or 0
-    used = _rows(connection, _newest(placements, placements.c.device.in_(names), placements.c.from_us))
-    decided = select(transitions).where(transitions.c.kind == "device", transitions.c.subject.in_(names))
+    used = _rows(
+        connection,
+        _newest(placements, (placements.c.node if is_node else placements.c.device).in_(names), placements.c.from_us),
+    )
+    decided = select(transitions).where(transitions.c.kind == kind, transitions.c.subject.in_(names))
     decisions = _rows(connection, decided.order_by(transitions.c.at_us.desc()).limit(MAX_OTHERS))
-    sat = _rows(connection, _newest(seats, seats.c.uuid.in_(names), seats.c.from_us))
-    incident_rows = _rows(connection, _newest(incidents, incidents.c.device.in_(names), incidents.c.at_us))
+    sat = _rows(connection, _newest(seats, (seats.c.node if is_node else seats.c.uuid).in_(names), seats.c.from_us))
+    incident_rows = _rows(
+        connection, _newest(incidents, (incidents.c.node if is_node else incidents.c.device).in_(names), incidents.c.at_us)
+    )
     case_rows = _cases(connection, {row["job"] for row in used} | {row["job"] for row in found}, names)
     jobs = named_jobs(connection, (row["job"] for row in (*found, *used, *incident_rows, *case_rows)))
     name_of = _job_namer(connection, jobs, with_jobs)
@@ -56,7 +62,7 @@ def device_record(connection: Connection, selector: str, *, now_us: int, with_jo
         "exported": iso(now_us),
         "release": RELEASE,
         "identity": identity,
-        "state": {name: value for name, value in moment(connection, "device", names).items() if name != "used_by"},
+        "state": {name: value for name, value in moment(connection, kind, names).items() if name != "used_by"},
         "stays": [_stay(row) for row in sat],
         "evidence": [{**evidence_fields(row), "job": name_of(row["job"])} for row in found],
         "num_evidence": total,
@@ -85,7 +91,11 @@ def _newest(table: Any, condition: Any, at: Any) -> Any:
 def _cases(connection: Connection, numbers: set[int | None], names: Sequence[str]) -> list[Mapping[Any, Any]]:
     wanted = sorted(number for number in numbers if number is not None)[-MAX_OTHERS:]
     rows = _rows(connection, select(cases).where(cases.c.job.in_(wanted)).order_by(cases.c.opened_us.desc()))
-    return [row for row in rows if not devices_of_case(row).isdisjoint(names)]
+    return [row for row in rows if not (devices_of_case(row) | _nodes_of_case(row)).isdisjoint(names)]
+
+
+def _nodes_of_case(row: Mapping[Any, Any]) -> set[str]:
+    return {str(finding.get("node", "")) for finding in row["findings"]} - {""}
 
 
 # ---------------------------------------------------------------------------------------------------------------- fields
@@ -194,16 +204,25 @@ def _hide(value: Any, redact: Callable[[str], str]) -> Any:
 # ------------------------------------------------------------------------------------------------------------ for people
 
 
-def record_text(record: Json, max_lines: int = 40) -> str:
-    """The record in short, for the body of a ticket."""
-    identity, state = record["identity"], record["state"]
-    seat = state["seat"] or {}
-    lines = [
+def _identity_lines(record: Json) -> list[str]:
+    identity, seat = record["identity"], record["state"]["seat"] or {}
+    if identity["kind"] == "node":
+        here = [stay["uuid"] for stay in record["stays"] if stay["to"] is None]
+        return [f"node {identity['node']}", f"with {', '.join(here) or 'no board that is known'}"]
+    return [
         f"GPU {identity['model'] or 'of unknown model'}, serial {identity['serial'] or 'unknown'}, {identity['uuid']}",
         f"board {identity['board'] or '-'}, VBIOS {identity['vbios'] or '-'}, driver {identity['driver'] or '-'}",
         f"in {seat.get('node') or identity['node'] or '-'} at {seat.get('pci_bus_id') or identity['pci_bus_id'] or '-'}",
+    ]
+
+
+def record_text(record: Json, max_lines: int = 40) -> str:
+    """The record in short, for the body of a ticket."""
+    state = record["state"]
+    lines = [
+        *_identity_lines(record),
         f"state {state['state'].replace('_', ' ')} since {moment_text(state['since'])}: {state['reason'] or '-'}",
-        f"used for {record['use']['hours']:g} h; {record['num_evidence']} pieces of evidence, {len(record['cases'])} cases",
+        f"used for {record['use']['hours']:g} h; {pieces(record['num_evidence'])}, {plural(len(record['cases']), 'case')}",
         "",
         "Evidence (newest first):",
     ]

@@ -135,6 +135,7 @@ def job_status(
         "goodput": goodput(row["created_us"], row["ended_us"], _attempt_times(connection, job, tries), now_us),
         "counts": {
             "attempts": len(tries),
+            "free_restarts": 0 if state is None else state.free_restarts,
             "incidents": _counts(connection, incidents.c.job, [job.id]).get(job.id, 0),
             "checkpoints": _counts(connection, checkpoints.c.job, [job.id]).get(job.id, 0),
             "cases": _counts(connection, cases.c.job, [job.id]).get(job.id, 0),

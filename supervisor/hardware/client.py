@@ -6,9 +6,10 @@
         print(device["uuid"], device["reason"])
     hardware.change("device", "GPU-3f2a", "release", "fan replaced", without_test=True)
 
-A running supervisor is asked; where none runs, the store is read, and changed under its lease. Everything raises `RsupError`.
+A running supervisor is asked; where none runs, the store is read, and changed under its lease. All raises `RsupError`.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from rsup.supervisor.history_questions import Question
 from rsup.supervisor.principals import owner_name
 from rsup.supervisor.query_source import NoAnswer, QueryError, Sources
 from rsup.supervisor.render import clean
-from rsup.supervisor.wire import RsupError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rsup.supervisor.hardware.verbs import VerbRequest, Verdict
 
 MAX_PAGE = 1000
+BUSY_FOR_S = 5.0
+"""How long a change waits for other commands that change the store, which take a moment each."""
+RETRY_EVERY_S = 0.1
 
 Json = dict[str, Any]
 
@@ -94,15 +97,12 @@ class Hardware:
 
         return self._pages(f"/{kind}s/{quote(selector, safe='')}/evidence", read, limit)
 
-    def case(self, case_id: str) -> Json | None:
-        """A rerun case, as far as it may be read; None where there is none."""
-        try:
-            found = self._sources.read(lambda source: source.case(case_id))
-        except NoAnswer:
-            raise
-        except RsupError:
-            return None
-        return found[-1] if found else None
+    def why(self, kind: str, selector: str) -> Json:
+        """The same with `cases`: the rerun cases that its newest evidence names, as far as they may be read."""
+        question = Question(
+            f"/{kind}s/{quote(selector, safe='')}/why", lambda connection: _read_why(connection, kind, selector)
+        )
+        return self._sources.read(lambda source: source.answer(question))
 
     def _pages(
         self,
@@ -137,16 +137,23 @@ class Hardware:
             lambda connection: {},
             body={name: value for name, value in asdict(wanted).items() if value is not None},
         )
-        try:
-            return self._sources.supervisor().answer(question)
-        except NoAnswer as error:
-            if self._sources.is_given:
-                raise
-            return self._directly(kind, selector, verb, wanted, str(error))
-        except QueryError as error:
-            raise ChangeRefused(str(error)) from None
+        deadline_s = time.monotonic() + BUSY_FOR_S
+        while True:
+            try:
+                return self._sources.supervisor().answer(question)
+            except NoAnswer as error:
+                if self._sources.is_given:
+                    raise
+                no_answer = str(error)
+            except QueryError as error:
+                raise ChangeRefused(str(error)) from None
+            done = self._directly(kind, selector, verb, wanted, no_answer, is_last=time.monotonic() >= deadline_s)
+            if done is not None:
+                return done
+            time.sleep(RETRY_EVERY_S)
 
-    def _directly(self, kind: str, selector: str, verb: str, wanted: Change, why: str) -> Json:
+    def _directly(self, kind: str, selector: str, verb: str, wanted: Change, why: str, *, is_last: bool) -> Json | None:
+        """None: somebody else is at work on the store, and will soon be done."""
         from rsup.supervisor.hardware import direct, policy
         from rsup.supervisor.store import StoreHeld
 
@@ -157,7 +164,12 @@ class Hardware:
         try:
             (verdict,) = direct.change(self._state, rules, requests, dry_run=wanted.dry_run)
         except StoreHeld as error:
-            raise ChangeRefused(f"{why}, and the store cannot be changed beside it: {error}") from None
+            if error.address:
+                raise ChangeRefused(f"{why}, and the store cannot be changed beside it: {error}") from None
+            if is_last:
+                text = f"another rsup command changes the store (for {BUSY_FOR_S:g} s already): try again"
+                raise ChangeRefused(text) from None
+            return None
         if not verdict.done:
             raise ChangeRefused(verdict.message)
         return _told(verdict, kind, verb, wanted.dry_run)
@@ -230,6 +242,12 @@ def _read_nodes(connection: "Connection", after: str, size: int, state: str) -> 
     from rsup.supervisor.hardware_views import list_nodes
 
     return list_nodes(connection, after=after, limit=size, state=state)
+
+
+def _read_why(connection: "Connection", kind: str, selector: str) -> Json:
+    from rsup.supervisor.hardware.why_view import why
+
+    return why(connection, kind, selector)
 
 
 def _read_detail(connection: "Connection", kind: str, selector: str) -> Json:

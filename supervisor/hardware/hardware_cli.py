@@ -168,15 +168,12 @@ def _show(arguments: argparse.Namespace) -> int:
 def _why(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.hardware.why_text import WhyStory, why_text
 
-    hardware = _hardware(arguments)
-    found = hardware.show(arguments.kind, arguments.id)
-    evidence = found["newest_evidence"]
-    cases = {one["case_id"]: case for one in evidence if one["case_id"] and (case := hardware.case(one["case_id"]))}
-    story = WhyStory(arguments.kind, found, evidence, cases)
+    found = _hardware(arguments).why(arguments.kind, arguments.id)
     if arguments.json:
-        _print_json({**found, "cases": list(cases.values())})
+        _print_json(found)
     else:
-        print(why_text(story, paint_for(sys.stdout)))
+        cases = {case["case_id"]: case for case in found["cases"]}
+        print(why_text(WhyStory(arguments.kind, found, found["newest_evidence"], cases), paint_for(sys.stdout)))
     return 0
 
 
@@ -211,16 +208,18 @@ def _names(kind: str, words: Sequence[str]) -> list[str]:
 
 
 def _end(arguments: argparse.Namespace) -> int | None:
-    from rsup.supervisor.moments import parse_moment
+    from rsup.supervisor.moments import parse_moment, parse_span
 
     now = now_us()
     if arguments.until:
+        if parse_span(arguments.until) is not None:
+            raise UsageError(f"--until: {arguments.until[:40]!r} is a duration: give it as --for {arguments.until.strip()}")
         return parse_moment(arguments.until, now, "--until")
     if arguments.lasts:
-        ago_us = parse_moment(arguments.lasts, now, "--for")
-        if ago_us >= now:
+        span_us = parse_span(arguments.lasts)
+        if not span_us:
             raise UsageError(f"--for: {arguments.lasts[:40]!r} is no time span; write 8h or 3d")
-        return 2 * now - ago_us
+        return now + span_us
     return None
 
 

@@ -58,13 +58,13 @@ def record_of(connection: Connection, kind: str, name: str, serial: str) -> str:
     return name if not rows or any(row.subject == name for row in rows) else str(rows[0].subject)
 
 
-def standing_detail(connection: Connection, kind: str, name: str, serial: str) -> Json:
-    """The state, its latest changes and its newest evidence."""
+def standing_detail(connection: Connection, kind: str, name: str, serial: str, may_read: MayRead = everything) -> Json:
+    """The state, its latest changes and its newest evidence, without the raw lines of jobs that `may_read` denies."""
     (standing,) = standings(connection, kind, [(name, serial)]).values()
     kept_as = record_of(connection, kind, name, serial)
     query = select(transitions).where(transitions.c.kind == kind, transitions.c.subject == kept_as)
     changes = connection.execute(query.order_by(transitions.c.version.desc()).limit(MAX_SHOWN)).mappings().all()
-    items, _ = list_evidence(connection, kind, kept_as, limit=MAX_SHOWN)
+    items, _ = list_evidence(connection, kind, kept_as, limit=MAX_SHOWN, may_read=may_read)
     return {**standing, "record": kept_as, "changes": [_change(row) for row in changes], "newest_evidence": items}
 
 

@@ -61,6 +61,8 @@ def _evidence(one: Json, case: Json | None) -> list[str]:
     lines = [clean(first) if not first.startswith("  ") else "  " + clean(first), f"    {clean(one['text'])}"]
     if case is not None:
         lines.append(f"    case {clean(case['case_id'])}: {clean(case.get('verdict') or 'open')}")
+        if case.get("note"):
+            lines.append(f"      {clean(case['note'])}")
         lines += [f"      {_finding(finding)}" for finding in case.get("findings", [])[:MAX_FINDINGS]]
     return lines
 

@@ -40,7 +40,7 @@ def list_cases(
 
 @router.get("/{case_id:path}")
 def case_detail(context: Context, asker: Asker, case_id: CaseId) -> Json:
-    """Cases of that id: one, unless a later run of its job went on with it."""
+    """Cases of that id, or of the one that begins so: one, unless a later run of its job went on with it."""
     with context.reading() as connection:
         return page(case_views.find_cases(connection, case_id, asker.may_read), None)
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path
 
 from rsup.supervisor import hardware_views
 from rsup.supervisor.device_selector import find_device, find_node
-from rsup.supervisor.hardware import standing_views
+from rsup.supervisor.hardware import standing_views, why_view
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
 from rsup.supervisor.rest.paging import Limit, Name, NameCursor, page
@@ -30,7 +30,7 @@ def list_nodes(context: Context, asker: Asker, limit: Limit = 100, cursor: NameC
 def node_detail(context: Context, asker: Asker, name: Named) -> Json:
     """One node with the jobs it took part in and the incidents on it."""
     with context.reading() as connection:
-        return hardware_views.node_detail(connection, name)
+        return hardware_views.node_detail(connection, name, asker.may_read)
 
 
 @router.get("/devices", tags=["devices"])
@@ -47,7 +47,21 @@ def device_detail(context: Context, asker: Asker, uuid: Named) -> Json:
     """One device (a UUID or its beginning, a serial, `NODE:PCI`, `NODE:INDEX`) with its state, what led to it, the ranks that
     used it and the incidents on it."""
     with context.reading() as connection:
-        return hardware_views.device_detail(connection, find_device(connection, uuid).uuid)
+        return hardware_views.device_detail(connection, find_device(connection, uuid).uuid, asker.may_read)
+
+
+@router.get("/devices/{uuid}/why", tags=["devices"])
+def device_why(context: Context, asker: Asker, uuid: Named) -> Json:
+    """Why a device is in its state: its detail, and the rerun cases that its newest evidence names."""
+    with context.reading() as connection:
+        return why_view.why(connection, "device", uuid, asker.may_read)
+
+
+@router.get("/nodes/{name}/why", tags=["nodes"])
+def node_why(context: Context, asker: Asker, name: Named) -> Json:
+    """The same of a node."""
+    with context.reading() as connection:
+        return why_view.why(connection, "node", name, asker.may_read)
 
 
 @router.get("/devices/{uuid}/evidence", tags=["devices"])

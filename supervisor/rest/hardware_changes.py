@@ -86,6 +86,8 @@ def _change(
     serial: str = "",
     node: str = "",
 ) -> Json:
+    if not clean(body.reason).strip():
+        raise refused(422, f"reason: say why you {verb} {kind} {name}, for the history")
     request = VerbRequest(
         kind=kind,
         subject=name,

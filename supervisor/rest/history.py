@@ -1,4 +1,4 @@
-"""Questions about the history of devices and nodes: `/devices/ID/timeline|touched|export`, `/nodes/NAME/timeline`, and
+"""Questions about the history of devices and nodes: `/devices/ID/timeline|touched|export`, `/nodes/NAME/timeline|export`, and
 `/history/...`. Everybody with a token may ask; of jobs that are not theirs people see the public fields only. `ID` is a UUID
 or its beginning, a serial, or `NODE:PCI`."""
 
@@ -79,6 +79,15 @@ def device_export(context: Context, asker: Asker, uuid: Named, with_jobs: bool =
         raise refused(403, f"{asker} may not see all jobs: only operators may; leave with_jobs out")
     with context.reading() as connection:
         return vendor_export.device_record(connection, uuid, now_us=now_us(), with_jobs=with_jobs)
+
+
+@router.get("/nodes/{name}/export")
+def node_export(context: Context, asker: Asker, name: Named, with_jobs: bool = False) -> Json:
+    """The same of a node."""
+    if with_jobs and asker.role is not Role.OPERATOR:
+        raise refused(403, f"{asker} may not see all jobs: only operators may; leave with_jobs out")
+    with context.reading() as connection:
+        return vendor_export.device_record(connection, name, now_us=now_us(), with_jobs=with_jobs, kind="node")
 
 
 @router.get("/history/common")

@@ -9,13 +9,13 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from rsup.supervisor.case_views import BadCaseCursor, UnknownCase
+from rsup.supervisor.case_views import AmbiguousCase, BadCaseCursor, UnknownCase
 from rsup.supervisor.hardware_views import UnknownHardware
 from rsup.supervisor.job_selector import AmbiguousJob, UnknownJob
 from rsup.supervisor.wire import RsupError, UsageError
 
 MEDIA_TYPE = "application/problem+json"
-STATUS_OF = {UnknownJob: 404, UnknownHardware: 404, UnknownCase: 404, AmbiguousJob: 409, BadCaseCursor: 422}
+STATUS_OF = {UnknownJob: 404, UnknownHardware: 404, UnknownCase: 404, AmbiguousJob: 409, AmbiguousCase: 409, BadCaseCursor: 422}
 WRONG_QUESTION = 422
 
 _SCHEMA = {

@@ -224,7 +224,7 @@ function drawFacts({ job, goodput, checkpoints, counts }) {
   const facts = [
     ["iteration", job.iteration || "–", ""],
     ["goodput", goodput.ratio === null ? "–" : `${(goodput.ratio * 100).toFixed(1)} %`, ""],
-    ["attempt", job.attempt || "–", counts.attempts > 1 ? plural(counts.attempts - 1, "restart") : ""],
+    ["attempt", job.attempt || "–", restarts(counts)],
     ["ranks", job.num_ranks, `on ${plural(job.num_nodes, "node")}`],
     [job.ended ? "ran for" : "running for", duration(goodput.wall_s), ""],
     ["lost to faults", duration(goodput.lost_s), ""],
@@ -235,6 +235,13 @@ function drawFacts({ job, goodput, checkpoints, counts }) {
     element("dt", { text: name }),
     element("dd", { text: `${value} ` }, [element("small", { text: note })]),
   ])));
+}
+
+function restarts({ attempts, free_restarts: free }) {
+  const all = attempts - 1;
+  if (all <= 0) return "";
+  if (!free) return plural(all, "restart");
+  return all > free ? `${plural(all - free, "restart")}, ${free} free` : plural(free, "free restart");
 }
 
 function drawSuspects(suspects) {
@@ -362,16 +369,26 @@ function drawCases(cases, count) {
     const accused = named && one.suspect_of > 1 ? `1 of ${one.suspect_of}: ${named}` : named;
     return element("tr", { cls: one.verdict === "persistent" ? "bad" : one.verdict ? "" : "warn", title: findingsOf(one) }, [
       cell(dated(one.opened)), cell(one.iteration, "n"), cell(`${verdict}${one.injected ? " [injected]" : ""}`), cell(accused),
-      cell(one.action), cell(duration(one.took_s), "n"), cell(one.reason),
+      cell(one.action), cell(duration(one.took_s), "n"), whyCell(one),
     ]);
   }));
 }
 
+function whyCell(one) {
+  const more = one.findings.length > 1 ? ` (and ${one.findings.length - 1} more)` : "";
+  const lines = [one.reason, one.note, one.findings.length ? compared(one.findings[0]) + more : ""].filter(Boolean);
+  return element("td", { cls: "why" }, lines.map((text, index) => element(index ? "small" : "span", { text })));
+}
+
+function compared(found) {
+  const there = found.elsewhere ? `, ${found.elsewhere} on ${shortDevice(found.elsewhere_device) || "another device"}` : "";
+  const how = found.in_place === found.initial ? `${found.in_place} again` : `then ${found.in_place}`;
+  const again = found.in_place ? `, ${how} in place` : "";
+  return `rank ${found.rank} on ${shortDevice(found.device)}, ${found.check}: ${found.initial}${again}${there}`;
+}
+
 function findingsOf(one) {
-  return one.findings.slice(0, 8).map((found) => {
-    const there = found.elsewhere ? `, ${found.elsewhere} on ${found.elsewhere_device}` : "";
-    return `rank ${found.rank} on ${found.device}, ${found.check}: ${found.initial}, ${found.in_place || "–"} in place${there}`;
-  }).join("\n");
+  return one.findings.slice(0, 8).map(compared).join("\n");
 }
 
 function drawSections(sections) {

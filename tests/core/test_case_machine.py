@@ -497,3 +497,21 @@ def test_a_verdict_out_of_a_dead_agents_spool_is_stored_before_its_death_is_told
     tell(driver, report("persistent", "elsewhere", accused=["g1"]), name="b")
     driver.say("b", wire.AgentGone(driver.now().us, "killed"))
     assert saved(driver).verdict == "persistent" and len(evidence(driver)) == 1
+
+
+def test_a_durable_checkpoint_of_a_later_iteration_closes_what_nobody_decided() -> None:
+    """A checkpoint resumed with other ranks, or training that goes on without the case: it must not stay open for ever."""
+    driver = nodes("g0 g1 +g2", "g4", policy=wire.RestartPolicy(max_restarts=1))
+    tell(driver, report("", "elsewhere"))
+    leave(driver, 16)
+    start(driver, {1: "g2"})
+    for iteration in (6, 7):
+        driver.say("a", wire.CheckpointCommitted(driver.now().us, 2, iteration, "/c"))
+        assert saved(driver).verdict == ""
+    driver.feed(AgentSilent("b", 20.0))
+    driver.say("a", wire.CheckpointCommitted(driver.now().us, 2, 8, "/c"))
+    assert saved(driver).verdict == "", "the verdict may be on a node that is cut off"
+    driver.feed(AgentHeard("b", driver.state.epoch, 0))
+    driver.say("a", wire.CheckpointCommitted(driver.now().us, 2, 9, "/c"))
+    assert (saved(driver).verdict, driver.state.cases, driver.state.phase) == ("undecided", [], Phase.RUNNING)
+    assert "went past iteration 7 (a checkpoint of iteration 9 is durable)" in saved(driver).reason

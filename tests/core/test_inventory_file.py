@@ -36,7 +36,7 @@ def start(num_ranks: int, *avoid: AvoidedDevice) -> StartAttempt:
     return StartAttempt(1, "r", 1, 1, 0, num_ranks, num_ranks, 0, 1, "h", 1, "job", 1, max_restarts=1, avoid=list(avoid))
 
 
-@pytest.mark.parametrize("form", [THREE, {"devices": THREE, "site": "x"}])
+@pytest.mark.parametrize("form", [THREE, {"devices": THREE, "x-site": "x", "_comment": "of May"}])
 def test_a_list_or_an_object_with_devices(tmp_path: Path, form: Any) -> None:
     found = read_inventory_file(written(tmp_path, form), "n1")
     assert found[1].device == Device("GPU-b", model="X1", serial="s-b")
@@ -50,7 +50,7 @@ def test_records_of_other_nodes_are_not_ours(tmp_path: Path) -> None:
 
 
 def test_health_and_further_words_of_a_site(tmp_path: Path) -> None:
-    record = {"uuid": "GPU-a", "rack": 7, "health": {"xid": [79], "remap_failed": True, "fan": "loud"}}
+    record = {"uuid": "GPU-a", "x-rack": 7, "health": {"xid": [79], "remap_failed": True, "_fan": "loud"}}
     (found,) = read_inventory_file(written(tmp_path, [record]), "n")
     assert found.health is not None and found.health.xid == [79] and found.health.remap_failed
 
@@ -71,6 +71,12 @@ def test_health_and_further_words_of_a_site(tmp_path: Path) -> None:
         ([{"uuid": "GPU-a\nRSUP_MARK=x"}], "printable"),
         ([{"uuid": "GPU-a", "serial": "x" * 300}], "printable"),
         ([{"uuid": "GPU-a", "health": {"xid": ["79"]}}], "Expected `int`"),
+        ([{"uuid": "GPU-a", "modell": "X1"}], "record 0: unknown key 'modell'; there are uuid, serial, model,"),
+        (
+            [{"uuid": "GPU-a"}, {"uuid": "GPU-b", "health": {"xidd": [79]}}],
+            "record 1: health: unknown key 'xidd'; there are xid,",
+        ),
+        ({"devices": THREE, "device": []}, "unknown key 'device'; there are devices"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, content: Any, says: str) -> None:

@@ -350,6 +350,12 @@ def test_a_free_restart_does_not_say_that_one_was_spent() -> None:
         agent.feed(ev.RanksSpawned(attempt, (11 + 2 * attempt, 12 + 2 * attempt)))
 
 
+def test_a_launch_that_goes_on_with_an_attempt_of_another_names_no_restart() -> None:
+    """`--resume`: attempts are numbered on, and no restart of this launch is spent."""
+    (said,) = of(Agent().join().order(replace(start_command(attempt=2), restarts_spent=0)), ev.PrintReport)
+    assert said.text == "rsup: attempt 2 starts"
+
+
 def test_several_nodes_are_told_what_starts_and_a_newcomer_no_cause_that_it_does_not_know() -> None:
     said = of(Agent(max_nodes=2).join().order(start_command(attempt=2)), ev.PrintReport)
     assert [report.text for report in said] == ["rsup: attempt 2 starts with 2 ranks on 1 node (restart 1 of 3)"]

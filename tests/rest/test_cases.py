@@ -72,6 +72,20 @@ def test_the_command_says_the_same_with_and_without_a_supervisor(
         assert live == stored and live, words
 
 
+def test_the_beginning_of_an_id_is_enough_where_it_names_one(
+    announced: Served, story: SqlStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.commit([CaseSaved(T1, f"t1.2-a2-i{i}", 2, i, at(40), True, [], note="does not count") for i in (31, 32)])
+    assert json.loads(told(capsys, "cases", "show", "t1.2-a1", "--json")[0])[0]["case_id"] == CASE
+    assert announced.client().get("/api/v1/cases/t1.2-a1-i2").json()["items"][0]["case_id"] == CASE
+    err = told(capsys, "cases", "show", "t1.2-a2", code=1)[1]
+    assert "may be any of t1.2-a2-i31, t1.2-a2-i32; write more of it" in err
+    problem_of(announced.client().get("/api/v1/cases/t1.2-a2-"), 409)
+    assert len(json.loads(told(capsys, "cases", "show", "t1", "--json")[0])) == 3, "a job's name comes before a beginning"
+    problem_of(announced.client().get("/api/v1/cases/t_.2-a1"), 404)
+    assert "note: does not count" in told(capsys, "cases", "show", "t1.2-a2-i31")[0]
+
+
 def test_people_see_tables_without_markup_or_escapes(announced: Served, capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "cases", "list")[0]
     assert CASE in listed and "persistent" in listed and "GPU-b" in listed and "open" in listed and "\x1b" not in listed

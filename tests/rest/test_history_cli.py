@@ -101,7 +101,7 @@ def test_what_people_read(history: SqlStore, capsys: pytest.CaptureFixture[str])
     touched = ask(capsys, "touched", B)[1]
     for part in (
         "2 jobs, 2 attempts, 2 checkpoints to verify again",
-        "newest checkpoint that is not on the list: iteration 20",
+        "newest checkpoint from before the suspicion: iteration 20",
         "/bob/tune/35",
     ):
         assert part in touched
@@ -116,6 +116,12 @@ def test_questions_about_nodes(history: SqlStore, capsys: pytest.CaptureFixture[
     code, out, _ = ask(capsys, "timeline", "n1", "--json", kind="node")
     assert code == 0 and json.loads(out)["subject"] == {"kind": "node", "node": "n1"}
     assert ask(capsys, "touched", "n1", kind="node")[0] == 2
+    record = json.loads(ask(capsys, "export", "n1", kind="node")[1])
+    assert record["identity"] == {"kind": "node", "node": "n1"} and record["stays"] and record["use"]["hours"] > 0
+    assert {row["node"] for row in record["use"]["placements"]} == {"n1"}
+    text = ask(capsys, "export", "n1", "--text", kind="node")[1]
+    assert text.startswith("node n1\nwith GPU-") and "state clear" in text
+    assert ask(capsys, "export", "n9", kind="node")[0] == 1
     assert ask(capsys, "stats", kind="node")[0] == 0
 
 
@@ -155,7 +161,7 @@ WRONG: list[tuple[tuple[str, ...], int, str]] = [
     (("timeline", "GPU-aaaa"), 2, "may be any of"),
     (("common", "nothing"), 1, "no job 'nothing'"),
     (("common", "tune"), 2, "job tune has no failed attempt"),
-    (("common",), 2, "name failed jobs, or give --failed-since"),
+    (("common",), 2, "which jobs? name some that failed, or give --failed-since TIME"),
     (("common", "train", "--failed-since", "3d"), 2, "not both"),
     (("timeline", B, "--at", "yesterday"), 2, "--at: 'yesterday' is no time"),
     (("touched", B, "--since", "9999-99-99"), 2, "--since: '9999-99-99' is no time"),

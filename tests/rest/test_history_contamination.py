@@ -88,7 +88,9 @@ def test_a_rejected_iteration_never_reached_the_parameters(told: Open) -> None:
     assert answer["since"] == iso(at(27)) and answer["why"] == "case of iteration 25: persistent"
     assert spoiled(answer) == {"one": []}
     assert answer["jobs"][0]["attempts"][0]["first_iteration"] == 25
-    assert answer["jobs"][0]["last_clean"]["path"] == "/ann/one/40", "attempt 2 went on from iteration 20"
+    assert answer["jobs"][0]["last_clean"]["path"] == "/ann/one/24", "not 40, which attempt 2 made later on other boards"
+    known = [evidence(B, 26.5, "verdict", "transient", job=ONE, attempt=1, iteration=22, weight=0.6)]
+    assert touched(told(known), B)["jobs"][0]["last_clean"]["path"] == "/ann/one/20", "before that moment"
 
 
 @pytest.mark.parametrize("how", [{"found_by": "audit"}, {"verdict": "corrupted state"}])

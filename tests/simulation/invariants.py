@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from rsup.supervisor import wire
 from rsup.supervisor.case_followup import MAX_RERUNS, MAX_RESTARTS, MAX_RETURNS
 from rsup.supervisor.case_machine import MAX_OPEN
-from rsup.supervisor.records import CaseSaved, CheckpointSaved, EventLogged, EvidenceSaved, JobKey, JobSaved, Record
+from rsup.supervisor.evidence import FOLLOWED_RANK
+from rsup.supervisor.records import (
+    CaseSaved,
+    CheckpointSaved,
+    EventLogged,
+    EvidenceSaved,
+    JobKey,
+    JobSaved,
+    Record,
+    SubjectSaved,
+)
 from rsup.supervisor.states import JobState, decode
 
 if TYPE_CHECKING:
@@ -27,6 +37,7 @@ class Watcher:
         self.acked: dict[str, int] = {}
         self.cases: dict[str, CaseSaved] = {}
         self.evidence: dict[str, EvidenceSaved] = {}
+        self.states: dict[str, str] = {}
         self.restarts: dict[JobKey, int] = {}
 
     def committed(self, records: list[Record]) -> None:
@@ -46,6 +57,8 @@ class Watcher:
                 self.cases[record.case_id] = record
             elif isinstance(record, EvidenceSaved):
                 self.evidence[record.fingerprint] = record
+            elif isinstance(record, SubjectSaved):
+                self.states[record.subject] = record.state
             elif isinstance(record, JobSaved):
                 self._saved(record, moved)
 
@@ -137,9 +150,22 @@ class Watcher:
         )
         found: Counter[str] = Counter()
         for one in self.evidence.values():
-            if one.source == "verdict" and one.kind == "device":
+            if one.source == "verdict" and one.kind == "device" and one.code != FOLLOWED_RANK:
                 found[one.subject] += one.count
         assert found == accused, f"evidence {found}, accusations {accused}"
+        self._check_followed_ranks()
+
+    def _check_followed_ranks(self) -> None:
+        """Where a fault has followed its rank, the second board is not accused by it, and the first no more than suspect."""
+        proofs = [one for one in self.evidence.values() if one.source == "verdict" and one.code == "persistent"]
+        for case in self.cases.values():
+            if case.note.startswith("does not count"):
+                assert not any(one.case_id == case.case_id for one in proofs), f"{case} counts"
+                assert any(one.code == FOLLOWED_RANK for one in self.evidence.values()), f"nothing was taken back for {case}"
+        taken_back = {one.subject: one.case_id for one in self.evidence.values() if one.code == FOLLOWED_RANK}
+        for device, case_id in taken_back.items():
+            if all(one.count == 1 and one.case_id == case_id for one in proofs if one.subject == device):
+                assert self.states[device] in ("watch", "suspect"), f"{device} is {self.states[device]}"
 
     def _check_facts(self, agent: SimAgent) -> None:
         story = [event for events in self.events.values() for event in events if event.node == agent.info.node]

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 REPLAY_S = 1.5
 STORED_WITHIN_S = 10.0
-KINDS = ("persistent", "application", "skip", "transient", "transient-restart", "corrupted", "stubborn")
+KINDS = ("persistent", "application", "skip", "transient", "transient-restart", "corrupted", "stubborn", "follows")
 
 
 @dataclass
 class CaseFault:
     """A result that is rejected: `persistent` wherever `device` computes `iteration`, else once, on `rank`. `stubborn`: every
-    device gives another bad value, so nothing ever decides it. `dies`: the rank is killed in the middle, each time."""
+    device gives another bad value, so nothing ever decides it. `follows`: on `rank` wherever it runs, and every replay on a
+    neighbour is right, so that board after board looks faulty. `dies`: the rank is killed in the middle, each time."""
 
     kind: str
     rank: int
@@ -80,7 +81,8 @@ class CaseScript:
         ranks = self.training.ranks
         if fault.kind == "persistent":
             return next((rank for rank, one in ranks.items() if one.device == fault.device), None)
-        return fault.rank if not fault.struck and fault.rank in ranks else None
+        again = fault.kind == "follows"
+        return fault.rank if (again or not fault.struck) and fault.rank in ranks else None
 
     # ---------------------------------------------------------------------------------------------------- its course
 
@@ -105,6 +107,14 @@ class CaseScript:
         elif kind == "corrupted":
             device = self.training.ranks[pending.rank].device
             self._tell(self._report(pending, "corrupted state", "restart", [device]), lambda: self._leave(17))
+        elif kind == "follows":
+
+            def save_and_leave() -> None:
+                self.training.save(pending.iteration - 1)
+                self._leave(16)
+
+            device = self.training.ranks[pending.rank].device
+            self._tell(self._report(pending, "persistent", "elsewhere", [device]), save_and_leave)
         else:
             self._ask_elsewhere(pending)
 
