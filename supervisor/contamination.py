@@ -240,7 +240,7 @@ def _is_bad(row: RowMapping, spoiled: dict[_Key, _Attempt]) -> bool:
 def _is_before(row: RowMapping, spoiled: dict[_Key, _Attempt], since_us: int) -> bool:
     """It was made before the suspicion, or holds only iterations from before it, of the attempt that was under way."""
     attempt = spoiled.get((row["job"], row["attempt"]))
-    return row["at_us"] < since_us if attempt is None else row["iteration"] < attempt.first
+    return bool(row["at_us"] < since_us if attempt is None else row["iteration"] < attempt.first)
 
 
 # ------------------------------------------------------------------------------------------------------------- as fields
