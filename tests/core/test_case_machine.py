@@ -219,6 +219,7 @@ def test_an_open_case_goes_to_another_device_of_the_node() -> None:
     tell(driver, report("", "elsewhere", checkpoint="/ckpt/6"))
     leave(driver, 16)
     assert driver.state.attempt == 2 and driver.state.budget.restarts == 0
+    assert driver.state.free_restarts == 1
     start(driver, {1: "g2"})
     assert avoided(driver, "a") == [(1, "g1", False)]
     assert saved(driver).placements == [
@@ -415,7 +416,7 @@ def test_an_undeclared_exit_does_not_count_for_the_case() -> None:
     driver = nodes("g0 g1", policy=wire.RestartPolicy(max_restarts=1))
     tell(driver, report("persistent", "elsewhere", accused=["g0"]))
     leave(driver, 16, declared=False)
-    assert driver.state.budget.restarts == 1
+    assert (driver.state.budget.restarts, driver.state.free_restarts) == (1, 0)
 
 
 def test_a_peer_that_breaks_while_others_leave_costs_nothing() -> None:

@@ -46,7 +46,7 @@ def test_the_job_page_shows_ranks_and_keeps_markup_text(served: Served, own_dire
     assert len(rows) == 2 and "n2" in rows[1] and "step 2.5 s" in rows[1] and "1.1 s" in rows[1]
     assert "Looks stuck" in part(dom, "suspects") and "suspected-hang" in part(dom, "incidents")
     (case,) = re.findall(r"<tr.*?</tr>", part(dom, "cases"))
-    assert "open" in case and "CPU" in case
+    assert "open" in case and "CPU" in case and re.search(r'<td class="why">.*rank 1 on .*: nan, nan again in place', case)
     assert "<script>document" not in dom and "<title>taken" not in dom
     assert dom.count("&lt;script&gt;document.title") >= 4  # name, reason of the incident, event, command
 
