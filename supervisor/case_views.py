@@ -21,7 +21,6 @@ PUBLIC_FIELDS = (
     *("case_id", "job", "state", "iteration", "attempt", "opened", "closed", "verdict", "data_dependent", "accused"),
     *("suspect_of", "found_by", "injected", "note"),
 )
-JOB_FIELDS = ("id", "run", "name", "cluster", "owner")
 
 Json = dict[str, Any]
 MayRead = Callable[[str], bool]

@@ -15,7 +15,6 @@ from rsup.supervisor.tables import devices, nodes, subjects, transitions
 from rsup.supervisor.view_times import iso
 
 OUT = ("quarantined", "in_repair")
-BACK = ("probation", "clear", "watch", "suspect")
 EXPIRES = ("watch", "suspect", "probation")
 
 Json = dict[str, Any]

@@ -92,9 +92,6 @@ def _with_job(table: Table) -> Any:
     return select(table, *columns).select_from(table.outerjoin(tables.jobs, jobs.id == table.c.job))
 
 
-with_job = _with_job
-
-
 def _of_job(row: RowMapping) -> dict[str, Any]:
     values = dict(row)
     parts = [values.pop(f"job_{name}") for name in _JOB]

@@ -11,6 +11,7 @@ from tests.bench import (
     bench_hang,
     bench_history,
     bench_launch,
+    bench_rerun,
     bench_restart,
     bench_sections,
 )
@@ -29,6 +30,7 @@ def main() -> None:
         bench_agent,
         bench_history,
         bench_checks,
+        bench_rerun,
     ):
         rows += bench.main()
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F', time.gmtime())}")

@@ -58,8 +58,6 @@ def run(fault, **config):
         seen.append((time.monotonic() - began, passes))
     return seen, 0.0, 0
 
-with torch.no_grad():
-    pass
 healthy, verdict_s, passes = run(True)
 audited, _, _ = run(False, mode=RerunMode.AUDIT, audit_interval=4)
 if rank == 0:

@@ -68,7 +68,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        reported = self.rerun._parts.work.last_report
+        reported = self.rerun.last_report
         assert reported is not None
         return f"{reported.verdict}: {','.join(reported.accused)}"
 
@@ -187,7 +187,7 @@ def check_an_echo_accuses_nobody(rank: int, size: int) -> None:
                     self.corrupt(loss, self).backward()  # type: ignore[no-untyped-call]
 
     run = Noisy(ddp, device(1), rotate=False)
-    report = run.rerun._parts.work.last_report
+    report = run.rerun.last_report
     assert report is not None and (report.verdict, report.action) == ("", "elsewhere"), report
     assert {finding.rank for finding in report.findings} == {1}, report.findings
     assert report.tried == {1: ["GPU-1"]}, report.tried
@@ -213,7 +213,7 @@ def check_data_that_do_not_move_accuse_nobody(rank: int, size: int) -> None:
         run = Elsewhere(plain_ddp, device(1))
         assert (run.verdict, run.exit) == (": ", Exit(True, True, 16)), run.verdict
         run = Elsewhere(plain_ddp, healthy, mode=RerunMode.AUDIT, audit_interval=1)
-        assert not run.exit.should_exit and run.rerun._parts.work.last_report is None
+        assert not run.exit.should_exit and run.rerun.last_report is None
 
 
 def check_fsdp_names_the_device(rank: int, size: int) -> None:
@@ -226,7 +226,7 @@ def check_fsdp_names_the_device(rank: int, size: int) -> None:
 def check_mesh_points_to_a_replica(rank: int, size: int) -> None:
     """A fault inside a tensor-parallel pair: one of its two members, and neither is quarantined for that."""
     run = Run(mesh, device(2))
-    report = run.rerun._parts.work.last_report
+    report = run.rerun.last_report
     assert report is not None and (report.verdict, report.suspect_of) == ("persistent", 2), report
     assert report.accused == ["GPU-2", "GPU-3"]
 

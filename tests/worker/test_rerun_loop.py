@@ -401,7 +401,7 @@ def test_spoiled_parameters_are_neither_the_datas_fault_nor_saved() -> None:
     loop.run(3)
     next(loop.model.parameters()).data[0, 0] = NAN
     assert loop.run() == 4 and loop.exit == Exit(False, True, 17)
-    report = loop.rerun._parts.work.last_report
+    report = loop.rerun.last_report
     assert report is not None and (report.verdict, report.action) == ("corrupted state", "restart")
 
 

@@ -6,7 +6,6 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 PLAN = 1
 """Number of the set of computations: digests of another one say nothing about ours."""
 EXIT_CODES = {PASSED: 0, FAILED: 1, SKIPPED: 75}
-USAGE = 2
 
 
 class TestResult(Struct, kw_only=True):

@@ -29,8 +29,6 @@ class CaseWork:
         injected: bool,
     ) -> None:
         self.case: OpenCase | None = None
-        self.closing = Closing("continue")
-        """What followed the last verdict."""
         self.last_report: CaseReport | None = None
         """What was said last of a case; the same on all ranks."""
         self._config = config
@@ -111,10 +109,10 @@ class CaseWork:
         assert self.case is not None
         accused = {self._accused_device(rank) for rank in judgement.accused}
         in_use = bool(accused & set(self._devices.values()))
-        self.closing = closing(judgement, self._config, clean=clean, accused_in_use=in_use, is_audit=self.is_audit)
-        self._report(judgement, self.closing, data_position)
+        follows = closing(judgement, self._config, clean=clean, accused_in_use=in_use, is_audit=self.is_audit)
+        self._report(judgement, follows, data_position)
         self.case = None
-        return self.closing
+        return follows
 
     def close_minor(self, judgement: Judgement, data_position: dict[str, int]) -> None:
         """Tell a case in which nothing fatal failed; training does not wait for it. Collective."""

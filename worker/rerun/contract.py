@@ -1,6 +1,6 @@
 """The words and data that the parts of the rerun machine share. No behaviour."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -73,7 +73,6 @@ class Rejection(StrEnum):
 
 Compare = Callable[[float, float], float]
 """0 where two values are the same, more the less they are; see `values.difference`."""
-Reject = Callable[[float], bool]
 
 
 class Exit(NamedTuple):
@@ -196,4 +195,3 @@ class RerunConfig:
 INJECTION_TYPES = ("correct_result", "transient_error", "persistent_error")
 ON_TRANSIENT = ("continue", "restart")
 ON_APPLICATION = ("exit", "skip")
-Names = Sequence[str]

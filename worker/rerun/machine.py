@@ -156,8 +156,6 @@ class Moved:
     """Where it ran when the finding was made."""
     tried: tuple[str, ...] = ()
     """All devices on which its data has failed, `before` the first."""
-    again: bool = False
-    """Its device now is one of those that were tried."""
     reached: bool = True
     same: bool = False
     healthy: bool = True

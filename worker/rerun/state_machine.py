@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rsup.supervisor.wire import CaseReport
 from rsup.worker.rerun.attribution import Attribution
 from rsup.worker.rerun.audit import Audit
 from rsup.worker.rerun.audit_run import AuditRun
@@ -137,6 +138,11 @@ class RerunStateMachine:
     def replay_state(self) -> ReplayState:
         """Register here what forward or backward change besides gradients and the buffers of attached modules."""
         return self._parts.replay_state
+
+    @property
+    def last_report(self) -> CaseReport | None:
+        """What the supervisor was told last of a case; the same on all ranks. None: there was none."""
+        return self._parts.work.last_report
 
     @property
     def data_position(self) -> dict[str, int]:
@@ -387,8 +393,10 @@ class RerunStateMachine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Go on from a checkpoint's state; return why a rerun that it asks for is ignored, empty if none is."""
-        with contextlib.suppress(RerunError, KeyError):
-            self._parts.large.load_state_dict(state["large_values"])
+        try:
+            self._parts.large.load_state_dict(state.get("large_values") or {})
+        except RerunError as error:
+            self._parts.work.say(str(error))
         pending = state.get("pending")
         if state.get("world_size") != self._parts.agreement.world_size:
             return "job sharding has changed: the rerun state is ignored" if pending else ""
