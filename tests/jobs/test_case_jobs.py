@@ -142,15 +142,16 @@ def test_a_rank_killed_in_the_middle_leaves_no_open_case(place: Place, inventory
         + """
 if attempt == 1:
     tell()
-    Path(out / f"told-{rank}").write_text(str(os.getpid()))
+    Path(out / f"new-{rank}").write_text(str(os.getpid()))
+    os.rename(out / f"new-{rank}", out / f"told-{rank}")
     wait_for("never")
 """
     )
     launched = place.launch(
         "--max-restarts", "1", "--nproc-per-node", "2", "--device-inventory", inventory, "--job-id", "dies", script
     )
-    pid = wait_until(lambda: (place.folder / "told-0").exists() and (place.folder / "told-1").read_text(), "both ranks wait")
-    os.kill(int(pid), signal.SIGKILL)
+    wait_until(lambda: all((place.folder / f"told-{rank}").exists() for rank in range(2)), "both ranks wait")
+    os.kill(int((place.folder / "told-1").read_text()), signal.SIGKILL)
     launched.ends(0)
     (one,) = cases(place, "list", "dies")
     assert one["verdict"] == "undecided" and "SIGKILL" in one["reason"] and not one["accused"]
