@@ -220,14 +220,17 @@ class Agent:
         group, state = self._group, self._state
         if group is None or not self._standbys.is_due(now_s):
             return
-        iterations = [beat.iteration for beat in self._board.beats() if beat.iteration]
+        beats, entering = self._board.beats(), group.entering
+        iterations = [beat.iteration for beat in beats if beat.iteration]
+        is_whole = len(state.alive) == group.start.num_ranks
+        enters = any(beat.rank in entering and beat.iteration == 0 for beat in beats)
         slots = range(group.start.num_ranks)
         self._standbys.tick(
             now_s,
             [state.ranks[i].pid for i in state.alive],
             {i: group.seat_of(os.environ, i) for i in slots},
             can_restart=self._can_restart(),
-            is_running=state.phase is Phase.RUNNING and len(state.alive) == group.start.num_ranks,
+            is_running=state.phase is Phase.RUNNING and is_whole and not enters,
             has_stepped=bool(iterations) and min(iterations) > 1,
         )
 
@@ -236,15 +239,18 @@ class Agent:
         start, options = self._state.start, self._options
         if start is None or self._state.signum or self._state.ending:
             return False
+        if any(rank.entered for rank in self._state.ranks):
+            return True  # a dead rank alone gets a new process
         return start.attempt <= start.max_restarts or (options.restart == "auto" and not start.max_restarts)
 
     def _look_at_timers(self) -> None:
         group = self._group
         for expired in self._timers.expired(time.time()) if self._timers and group else ():
             assert group is not None
-            session = kill_in_sessions(expired, group.sessions)
+            leaders = [process.pid for process in group.processes]
+            session = kill_in_sessions(expired, leaders)
             if session is not None:
-                rank = group.start.first_rank + group.sessions.index(session)
+                rank = group.start.first_rank + leaders.index(session)
                 what = exit_text(0, expired.signum)
                 text = f"rank {rank}: its timer {expired.scope!r} is over; sent {what} to process {expired.pid}"
                 self._say(f"rsup: {text}")
@@ -394,6 +400,24 @@ class Agent:
         self._keeper.set_sessions(group.sessions)
         self._next_sections_s = time.monotonic() + SECTIONS_EVERY_S
         self._events.append(ev.RanksSpawned(start.attempt, pids, tuple(seats.device_names), tuple(seats.cpu_texts)))
+
+    def _replace_rank(self, action: ev.ReplaceRank) -> None:
+        group, local_rank = self._group, action.local_rank
+        if group is None or group.start.attempt != action.attempt:
+            return
+        group.end_leftovers(local_rank, self._helpers)
+        self._board.forget(group.start.first_rank + local_rank, local_rank)
+        try:
+            pid = group.replace(os.environ, local_rank, action.death)
+        except RsupError as error:
+            self._events.append(ev.ReplaceFailure(action.attempt, local_rank, str(error), error.exit_code))
+            return
+        self._watch(group.processes[local_rank], lambda: self._hear_death(group, local_rank))
+        self._keeper.set_sessions(group.sessions)
+        self._events.append(ev.RankReplaced(action.attempt, local_rank, pid))
+
+    def _tell_peers(self, action: ev.TellPeers) -> None:
+        self._link.broadcast(self._state.attempt, action.message)
 
     def _tell_seats(self, seats: RankSeats) -> None:
         for text in (*seats.warnings, *seats.lines):
@@ -548,6 +572,8 @@ _PERFORM: dict[type, Callable[[Agent, Any], None]] = {
     ev.AddFact: Agent._add_fact,
     ev.BindStore: Agent._bind_store,
     ev.SpawnRanks: Agent._spawn_ranks,
+    ev.ReplaceRank: Agent._replace_rank,
+    ev.TellPeers: Agent._tell_peers,
     ev.SignalRanks: Agent._signal_ranks,
     ev.ReapAll: Agent._reap_all,
     ev.NameSurvivors: Agent._name_survivors,

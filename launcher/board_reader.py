@@ -13,7 +13,7 @@ from rsup.launcher.board_watch import WatchedRank, WatchState
 from rsup.launcher.process_state import AgentState
 from rsup.launcher.rank_group import RankGroup, is_debugged
 from rsup.supervisor import wire
-from rsup.supervisor.heartbeat_board import FLAG_LEFT, Board, BoardError, SlotSample
+from rsup.supervisor.heartbeat_board import FLAG_LEFT, SEQUENCE, Board, BoardError, SlotSample
 
 
 class BoardReader:
@@ -26,6 +26,8 @@ class BoardReader:
         self._state = WatchState()
         self._attempt = 0
         self._watched: list[WatchedRank] = []
+        self._stale: dict[int, int] = {}
+        """Sequence words of slots as a process left them that was replaced: nobody has taken them over since."""
         try:
             self._board = Board.create(2 * num_slots, runtime_dir)
         except BoardError as error:
@@ -41,12 +43,27 @@ class BoardReader:
         self._attempt = attempt
         self._state = WatchState()
         self._watched = []
+        self._stale = {}
+
+    def forget(self, rank: int, local_rank: int) -> None:
+        """That rank is about to get a new process: what was seen of the one before, or is still in its slots, says nothing
+        about it."""
+        state, board = self._state, self._board
+        if board is not None:
+            slots = (local_rank, self._num_ranks + local_rank)
+            self._stale |= {index: board.slot(index).get(SEQUENCE) for index in slots}
+        self._state = WatchState(
+            {known: memory for known, memory in state.ranks.items() if known != rank},
+            frozenset(key for key in state.past if key[0] != rank),
+            frozenset(key for key in state.told if key[0] != rank),
+        )
 
     def look(self, group: RankGroup, state: AgentState, at_us: int) -> list[wire.RankOverdue]:
         """Sample every living rank; return what is overdue now and was not told before."""
         now_ns = time.monotonic_ns()
         self._watched = [
-            WatchedRank(state.ranks[i].rank, state.ranks[i].pid, group.started_ns[i], self._sample(i)) for i in state.alive
+            WatchedRank(state.ranks[i].rank, state.ranks[i].pid, group.started_ns[i], self._sample(i))
+            for i in state.alive
         ]
         self._state, overdue = board_watch.watch(
             self._state, self._watched, state.limits, now_ns, state.gaps, self._attempt, at_us, is_debugged
@@ -58,7 +75,7 @@ class BoardReader:
         return board_watch.beats(self._watched, time.monotonic_ns())
 
     def sections(self, attempt: int, at_us: int, closing: bool) -> wire.SectionsObserved | None:
-        """What was observed since the attempt began, of dead ranks too; None if no rank uses rsup.worker."""
+        """What was observed since the attempt began, of dead ranks too until they are replaced; None if no rank uses rsup.worker."""
         if self._board is None or attempt != self._attempt:
             return None
         samples = [sample for i in range(self._num_ranks) if (sample := self._sample(i))]
@@ -79,12 +96,14 @@ class BoardReader:
             self._board.close()
 
     def _sample(self, local_rank: int) -> SlotSample | None:
-        """The rank's slots, if a process of this attempt has taken one."""
+        """The rank's slots, if its process, or the one that it started, has taken one."""
         own, served = self._slot(local_rank), self._slot(self._num_ranks + local_rank)
         return together(own, served) if own and served else own or served
 
     def _slot(self, index: int) -> SlotSample | None:
         if self._board is None or index >= self._board.num_slots:
+            return None
+        if self._board.slot(index).get(SEQUENCE) == self._stale.get(index):
             return None
         sample = self._board.read(index)
         return sample if sample.attempt == self._attempt and sample.calls else None

@@ -6,8 +6,9 @@ even set. Otherwise the fewest ranks are moved:
 1. A device that no rank should use (suspect or quarantined) is swapped with a spare; suspects come last in the list,
    quarantined ones stay out of it. Both stay in use where the others do not suffice.
 2. A rank that must not run again where it ran (a result of its was rejected there) gets another device *and* another ordinal,
-   by exchanging `LOCAL_RANK` with a rank beside it: Megatron-LM's rerun machine tells devices apart by node name and ordinal
-   only, and would take another board at the same ordinal for the same one.
+   by exchanging `LOCAL_RANK` with a rank beside it for which nothing has failed (else a spare device, else with any): Megatron-
+   LM's rerun machine tells devices apart by node name and ordinal only, and would take another board at the same ordinal for
+   the same one.
 
 Devices that stand for those that the ranks compute on (of an inventory file, or CPU stand-ins) are placed alike; there is no
 list to write for them, what a rank is told of its device (`device_variables`) is its seat.
@@ -16,7 +17,7 @@ Lists that we write name devices as the user did, or by index, with `CUDA_DEVICE
 board an index means (unlike boards, counted fastest first), a list of the user's is left alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rsup.launcher.seat_matching import match
@@ -155,18 +156,27 @@ class _Placing:
         return self._num_ranks == 1 and bool(own) and (self._has_gpus or any(a.ordinal >= 0 for a in own))
 
     def _part_ranks(self, may_write: bool) -> None:
-        """Give each such rank another device, at another ordinal if that matters: of a rank beside it, else a spare."""
+        """Give each such rank another device, at another ordinal if that matters."""
         for local_rank in range(self._num_ranks):
             ordinal, goes = self._ordinals[local_rank], self._goes_by_ordinal
             if self._fits(local_rank, ordinal) and not (goes and self._badness(self._listed[ordinal])):
                 continue
-            moved = self._to_ordinal(ordinal) if goes else self._swap(local_rank)
-            if moved is None and may_write:
-                moved = self._exchange(local_rank)
+            moved = self._to_ordinal(ordinal) if goes else self._moved(local_rank, may_write)
             if moved is not None:
                 self._lines.append(moved)
         if not all(self._fits(local_rank, ordinal) for local_rank, ordinal in enumerate(self._ordinals)):
             self._match(may_write)
+
+    def _moved(self, local_rank: int, may_write: bool) -> str | None:
+        """First to a device on which nothing has failed, of a rank beside it or a spare: what fails there too is data. Two
+        ranks that only change places with each other could decide nothing."""
+        ways: list[Callable[[], str | None]] = [
+            lambda: self._swap(local_rank, is_clean=True),
+            lambda: self._exchange(local_rank, is_clean=True) if may_write else None,
+            lambda: self._swap(local_rank),
+            lambda: self._exchange(local_rank) if may_write else None,
+        ]
+        return next((moved for way in ways if (moved := way()) is not None), None)
 
     def _match(self, may_write: bool) -> None:
         """Seat all ranks anew, if that gives each one that fits: where exchanging two at a time does not."""
@@ -204,14 +214,16 @@ class _Placing:
         self._ordinals[0] = best
         return self._moved_text(0, before, self._listed[before])
 
-    def _exchange(self, local_rank: int) -> str | None:
-        """A spare device takes the place in the list of the rank's own."""
+    def _exchange(self, local_rank: int, is_clean: bool = False) -> str | None:
+        """A spare device takes the place in the list of the rank's own. `is_clean`: one on which nothing has failed."""
         ordinal, listed = self._ordinals[local_rank], self._listed
         old = listed[ordinal % len(listed)]
         spares = [
             i
             for i in range(self._num_ranks, len(listed))
-            if self._badness(listed[i]) < QUARANTINED and self._fits(local_rank, ordinal, listed[i].device)
+            if self._badness(listed[i]) < QUARANTINED
+            and self._fits(local_rank, ordinal, listed[i].device)
+            and not (is_clean and self._has_failed(listed[i].device))
         ]
         if not spares:
             return None
@@ -219,13 +231,19 @@ class _Placing:
         listed[ordinal], listed[spare] = listed[spare], old
         return self._moved_text(local_rank, ordinal, old)
 
-    def _swap(self, local_rank: int) -> str | None:
+    def _swap(self, local_rank: int, is_clean: bool = False) -> str | None:
+        """It changes places with a rank beside it; not with one that has itself been moved to where nothing has failed.
+        `is_clean`: nothing has failed for that rank, nor on its device."""
+
         def preference(other: int) -> tuple[bool, bool, int]:
             unlike = self._device_at(self._ordinals[other]).model != self._device_at(self._ordinals[local_rank]).model
             return bool(self._own(other)), unlike, abs(other - local_rank)
 
         for other in sorted((i for i in range(self._num_ranks) if i != local_rank), key=preference):
             mine, theirs = self._ordinals[local_rank], self._ordinals[other]
+            has_failed = self._has_failed(self._device_at(theirs))
+            if (is_clean and (has_failed or self._own(other))) or (self._own(other) and not has_failed):
+                continue
             if self._fits(local_rank, theirs) and self._fits(other, mine):
                 self._ordinals[local_rank], self._ordinals[other] = theirs, mine
                 more = f"; rank {self._first_rank + other} takes its place, with {_named_device(self._device_at(mine))}"
@@ -236,6 +254,10 @@ class _Placing:
         """Whether the rank may run at that ordinal, on `device` or on what is listed there."""
         uuid = (device or self._device_at(ordinal)).uuid
         return all(a.device != uuid and a.ordinal != ordinal for a in self._own(local_rank))
+
+    def _has_failed(self, device: Device) -> bool:
+        """Whether a rank's result was rejected on it."""
+        return any(a.device == device.uuid for a in self._avoided if a.rank is not None)
 
     def _own(self, local_rank: int) -> list[AvoidedDevice]:
         return [a for a in self._avoided if a.rank == self._first_rank + local_rank]

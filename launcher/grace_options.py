@@ -20,7 +20,9 @@ GRACE_OPTIONS: Sequence[Option] = (
         ("--deadline",),
         env="RSUP_DEADLINE",
         shown_default=f"`{VARIABLE}`",
-        meaning="When the scheduler ends the job, in seconds since 1970; `none`: never. No grace goes beyond it.",
+        meaning="When the scheduler ends the job, in seconds since 1970, or `+SECONDS` from now on (a pod's"
+        " `activeDeadlineSeconds`); `none`: never. No grace goes beyond it, and ranks learn of it as `RSUP_DEADLINE`, to save"
+        " and leave in time.",
     ),
     Option(
         ("--deadline-margin",),
@@ -50,6 +52,8 @@ def read_deadline(values: OptionValues, environ: Mapping[str, str]) -> float | N
         end_s, source = read_end_time(environ), f"{VARIABLE}={environ.get(VARIABLE)}"
     elif text.strip().lower() in UNLIMITED_WORDS:
         return None
+    elif text.strip().startswith("+"):
+        return time.time() + values.number("deadline", text.strip()[1:], at_least=0, above=0)
     else:
         end_s, source = values.number("deadline", text, at_least=1), values.settings["deadline"].source
     if end_s is not None and is_moved(end_s, time.time()):

@@ -10,9 +10,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rsup.launcher.phases_option import LaunchPhase
 from rsup.launcher.redaction import redact_command
 from rsup.supervisor import places
-from rsup.supervisor.wire import EXIT_NO_REQUEUE, JobSpec, Limits, RestartPolicy
+from rsup.supervisor.wire import EXIT_NO_REQUEUE, InProcessPolicy, JobSpec, Limits, RestartPolicy
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -122,6 +123,8 @@ class LaunchOptions:
     identical_limit: int = 3
     backoff_first: float = 0.0
     backoff_max: float = 60.0
+    in_process: InProcessPolicy = field(default_factory=InProcessPolicy)
+    """When ranks restart in their processes, if their script can."""
     limits: Limits = field(default_factory=Limits)
     calc_ft_timeouts: bool = False
     device_inventory: Path | None = None
@@ -131,6 +134,8 @@ class LaunchOptions:
     preload: tuple[str, ...] = ()
     """Modules that warm standbys import ahead."""
     no_standby: bool = False
+    phases: tuple[LaunchPhase, ...] = ()
+    """Stretches of the training; none: it has one, without a name."""
     debug: bool = False
     report_fd: int | None = None
     """Where the Python API hears how the launch goes; None: it is a command."""
@@ -139,13 +144,14 @@ class LaunchOptions:
     """Lines for the terminal about options that were accepted without effect, printed once by the command line."""
 
 
-def rank_command(options: LaunchOptions, local_rank: int = 0) -> list[str]:
-    """The command of one rank. Script arguments verbatim: no `$$` or `${local_rank}` is rewritten.
+def rank_command(options: LaunchOptions, local_rank: int = 0, phase: int = 0) -> list[str]:
+    """The command of one rank, in that phase. Script arguments verbatim: no `$$` or `${local_rank}` is rewritten.
 
     `PYTHON_EXEC` names another interpreter, as with torchrun. `--run-path` wins over `--no-python`.
     """
     first = [f"--local-rank={local_rank}"] if options.pass_local_rank else []
-    script = [options.training_script, *first, *options.training_script_args]
+    of_phase = options.phases[phase].arguments if phase < len(options.phases) else ()
+    script = [options.training_script, *first, *options.training_script_args, *of_phase]
     if options.no_python and not options.run_path:
         return script
     python = [os.environ.get("PYTHON_EXEC") or sys.executable, "-u"]
@@ -203,6 +209,7 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
         command=shown_command(options),
         limits=options.limits,
         policy=restart_policy(options),
+        in_process=options.in_process,
         stop_grace_s=options.stop_grace,
         join_timeout_s=options.join_timeout,
         last_call_s=options.last_call,
@@ -211,4 +218,5 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
         master_port=options.master_port,
         listen=listen,
         endpoint=options.rdzv_endpoint,
+        phases=[phase.spec() for phase in options.phases],
     )

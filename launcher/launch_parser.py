@@ -24,7 +24,7 @@ from rsup.launcher.nodes_options import (
     read_rdzv_conf,
 )
 from rsup.launcher.option_table import BadValue, CommandLineError, Option, OptionIndex
-from rsup.launcher.option_values import OptionValues
+from rsup.launcher.option_values import UNLIMITED_WORDS, OptionValues
 from rsup.launcher.own_options import (
     OWN_OPTIONS,
     read_backoff,
@@ -35,6 +35,7 @@ from rsup.launcher.own_options import (
     read_slurm_job_id,
     read_supervisor,
 )
+from rsup.launcher.phases_option import PHASES_OPTIONS, read_phases
 from rsup.launcher.torchrun_options import (
     TORCHRUN_OPTIONS,
     read_filters,
@@ -44,9 +45,9 @@ from rsup.launcher.torchrun_options import (
     read_streams,
 )
 from rsup.supervisor import places
-from rsup.supervisor.wire import UsageError
+from rsup.supervisor.wire import InProcessPolicy, UsageError
 
-ALL_OPTIONS: Sequence[Option] = (*TORCHRUN_OPTIONS, *OWN_OPTIONS, *GRACE_OPTIONS, *FT_OPTIONS)
+ALL_OPTIONS: Sequence[Option] = (*TORCHRUN_OPTIONS, *OWN_OPTIONS, *GRACE_OPTIONS, *PHASES_OPTIONS, *FT_OPTIONS)
 
 DEFAULT_GRACE_S = 30.0
 
@@ -196,8 +197,20 @@ def _with_times(options: LaunchOptions, values: OptionValues, environ: Mapping[s
         identical_limit=values.integer("identical_failures", at_least=1),
         backoff_first=backoff_first,
         backoff_max=backoff_max,
+        in_process=_read_in_process(values),
         limits=limits,
         calc_ft_timeouts=limits.enforce_calculated,
+    )
+
+
+def _read_in_process(values: OptionValues) -> InProcessPolicy:
+    """When ranks restart in their processes, and when all processes are restarted instead."""
+    unlimited = (values.maybe_text("inprocess_max_restarts") or "").strip().lower() in UNLIMITED_WORDS
+    return InProcessPolicy(
+        restart_within_s=values.seconds("inprocess_restart_within", above=0),
+        max_restarts=None if unlimited else values.integer("inprocess_max_restarts", hint="; or none: any number"),
+        identical_limit=values.integer("inprocess_identical_limit"),
+        no_progress_limit=values.integer("inprocess_no_progress_limit"),
     )
 
 
@@ -222,6 +235,7 @@ def _with_own(options: LaunchOptions, values: OptionValues, environ: Mapping[str
         device_policy=_path(values, "device_policy"),
         preload=read_modules(values, "preload"),
         no_standby=values.switch("no_standby"),
+        phases=read_phases(values),
         debug=values.switch("debug"),
     )
 

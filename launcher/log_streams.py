@@ -53,6 +53,11 @@ class RankStream:
         self._pending = b""
         self._is_terminal = is_terminal
 
+    def mark(self, text: str) -> None:
+        """Leave a line of our own in the file, if there is one."""
+        if self._file is not None:
+            self._files.put(self._file, f"\n[rsup: {text}]\n".encode(), wait=False)
+
     def read(self, now_s: float) -> bool:
         """Take what is in the pipe; False at its end."""
         try:

@@ -124,9 +124,10 @@ class LogPump:
         raises."""
         self._named = self._names.files_of(environments(), self._options) if self._names is not None else {}
 
-    def open_rank(self, attempt: int, local_rank: int, rank: int) -> RankPipes:
+    def open_rank(self, attempt: int, local_rank: int, rank: int, mark: str = "") -> RankPipes:
         """Pipes for one rank of the attempt (1, 2, ...); or a terminal, for a stream of a single rank that is to be shown on
-        one and nowhere else. A directory that cannot be made (any more) costs the files, with a note."""
+        one and nowhere else. A directory that cannot be made (any more) costs the files, with a note. `mark`: a line of ours
+        to begin with, for files that are gone on with."""
         files = self._named.get(local_rank) or files_in(
             self._folder(attempt, local_rank, rank), {s: self._options.place(local_rank, rank, s, attempt) for s in STREAMS}
         )
@@ -139,6 +140,9 @@ class LogPump:
             else self._open_terminal(attempt, local_rank, stream, files, terminal)
             for stream, terminal in zip(STREAMS, terminals, strict=True)
         ]
+        if mark:
+            for stream in {self._newest[local_rank, name] for name in STREAMS if (local_rank, name) in self._newest}:
+                stream.mark(mark)
         passthrough = terminals != [None, None] and not self._terminals
         return RankPipes(fds[0], fds[1], files.error_file, passthrough, files.environment)
 

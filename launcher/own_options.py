@@ -52,6 +52,28 @@ OWN_OPTIONS: Sequence[Option] = (
         meaning="`FIRST[:MAX]`: seconds before the first restart, doubled each time without progress, up to MAX.",
     ),
     Option(
+        ("--inprocess-restart-within",),
+        default="60",
+        meaning="Seconds from a fault until every rank has entered its training function again, where the script can; a rank"
+        " that needs a new process has as long as its first start took in addition. Then all processes are restarted.",
+    ),
+    Option(
+        ("--inprocess-identical-limit",),
+        default="3",
+        meaning="Equal faults, without the job getting further than before, after which all processes are restarted; 0: never.",
+    ),
+    Option(
+        ("--inprocess-no-progress-limit",),
+        default="10",
+        meaning="The same for faults of any kind; 0: never.",
+    ),
+    Option(
+        ("--inprocess-max-restarts",),
+        default="none",
+        meaning="In-process restarts of one attempt, then all processes are restarted; `none`: any number. They cost nothing of"
+        " `--max-restarts`. 0: a dead rank is never replaced.",
+    ),
+    Option(
         ("--on-hang",),
         default="auto",
         choices=("auto", "restart", "report"),

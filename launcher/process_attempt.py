@@ -137,10 +137,17 @@ def rank_died(turn: Turn, event: RankDied) -> None:
     turn.set(exits=(*turn.state.exits, fact))
     turn.set_rank(event.local_rank, exit_code=event.exit_code)
     process_requests.rank_left(turn, event.local_rank)
-    if event.exit_code and not by_us and state.failed_at is None:
+    if event.exit_code and state.failed_at is None and (not by_us or state.phase is Phase.RUNNING):
         turn.set(failed_at=turn.now.mono_s)
-    if not turn.state.alive:
+    if not turn.state.alive and not _may_be_replaced(turn.state, fact):
         reap(turn, "all ranks of the attempt have exited")
+
+
+def _may_be_replaced(state: AgentState, fact: wire.RankExited) -> bool:
+    """Whether ranks of other nodes may go on, in their processes, with a new one here: the supervisor says."""
+    others = state.start is not None and state.start.world_size > len(state.ranks)
+    entered = any(rank.entered for rank in state.ranks)
+    return others and entered and state.phase is Phase.RUNNING and bool(fact.exit_code) and not fact.declared
 
 
 def reaped(turn: Turn, event: AllReaped) -> None:

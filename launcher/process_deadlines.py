@@ -186,7 +186,7 @@ def _unanswered(settings: Settings) -> str:
 
 def _succeeded_here(state: AgentState) -> bool:
     whole_job = state.start is not None and state.start.world_size == len(state.ranks)
-    return state.phase is Phase.GONE and whole_job and all(rank.exit_code == 0 for rank in state.ranks)
+    return state.phase is Phase.GONE and whole_job and all(rank.ended_well for rank in state.ranks)
 
 
 def _decision_is_due(state: AgentState) -> bool:

@@ -43,6 +43,7 @@ def stop_ranks(turn: Turn, why: str, grace_s: float, signum: int = signal.SIGTER
     to_signal = tuple(i for i in turn.state.alive if i not in spare and not turn.state.ranks[i].signalled)
     _mark(turn, spare, why)
     signal_ranks(turn, to_signal, signum, why)
+    _reap_if_nobody_lives(turn, why)
 
 
 def _fitted(turn: Turn, grace_s: float) -> float:
@@ -65,6 +66,14 @@ def kill_ranks(turn: Turn, why: str) -> None:
     if turn.state.reap_at is not None:
         turn.set(reap_at=turn.now.mono_s)
         turn.do(ReapAll(turn.state.attempt, 0.0, why))
+    _reap_if_nobody_lives(turn, why)
+
+
+def _reap_if_nobody_lives(turn: Turn, why: str) -> None:
+    """The last rank here had died, and waited for a new process: there will be none."""
+    state = turn.state
+    if state.ranks and not state.alive and state.reap_at is None:
+        reap(turn, why)
 
 
 def hurry_ranks(turn: Turn, signum: int, why: str) -> None:
@@ -120,7 +129,7 @@ def reap(turn: Turn, why: str) -> None:
         grace_s = 0.0
     elif stop and stop.kill_at is not None and turn.state.told_to_leave:
         grace_s = max(0.0, stop.kill_at - turn.now.mono_s)
-    elif state.ranks and not state.why_stopped and all(rank.exit_code == 0 for rank in state.ranks):
+    elif state.ranks and not state.why_stopped and all(rank.ended_well for rank in state.ranks):
         grace_s = SUCCEEDED_REAP_GRACE_S
     turn.set(phase=Phase.STOPPING, reap_at=turn.now.mono_s + grace_s)
     turn.do(ObserveSections(turn.state.attempt))

@@ -63,6 +63,23 @@ class SpawnFailure(Struct, frozen=True):
     exit_code: int = 1
 
 
+class RankReplaced(Struct, frozen=True):
+    """Answer to `ReplaceRank`: the pid of its new process."""
+
+    attempt: int
+    local_rank: int
+    pid: int
+
+
+class ReplaceFailure(Struct, frozen=True):
+    """Answer to `ReplaceRank`: the new process could not be started; `message` is one line."""
+
+    attempt: int
+    local_rank: int
+    message: str
+    exit_code: int = 1
+
+
 class RankDied(Struct, frozen=True):
     """A rank's own process ended. `exit_code` is 128 + `signal` for a signal; the rest is for the report."""
 
@@ -157,6 +174,8 @@ Event = (
     | StoreFailure
     | RanksSpawned
     | SpawnFailure
+    | RankReplaced
+    | ReplaceFailure
     | RankDied
     | AllReaped
     | Overdue
@@ -189,6 +208,21 @@ class BindStore(Struct, frozen=True):
 class SpawnRanks(Struct, frozen=True):
     command: wire.StartAttempt
     reason: str
+
+
+class ReplaceRank(Struct, frozen=True):
+    """Kill what a dead rank left behind and start a new process in its place, which makes good its `death` (1: the first)."""
+
+    attempt: int
+    local_rank: int
+    death: int
+    reason: str
+
+
+class TellPeers(Struct, frozen=True):
+    """Tell every rank which others have failed: they enter their training function again."""
+
+    message: wire.PeersFailed
 
 
 class SignalRanks(Struct, frozen=True):
@@ -265,6 +299,8 @@ Action = (
     AddFact
     | BindStore
     | SpawnRanks
+    | ReplaceRank
+    | TellPeers
     | SignalRanks
     | ReapAll
     | NameSurvivors

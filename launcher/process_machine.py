@@ -68,8 +68,10 @@ from rsup.launcher.process_events import (
     PushLimits,
     RankDied,
     RankMessage,
+    RankReplaced,
     RanksSpawned,
     Refused,
+    ReplaceFailure,
     SectionsRead,
     SignalArrived,
     SignalRanks,
@@ -81,6 +83,7 @@ from rsup.launcher.process_events import (
     Tick,
     Welcomed,
 )
+from rsup.launcher.process_reentry import end_ranks, replace_failed, replaced, restart_in_process
 from rsup.launcher.process_stacks import stacks_ready, stop_after_stacks, take_stacks
 from rsup.launcher.process_state import AgentState, Ending, Phase, Settings
 from rsup.launcher.process_turn import Turn
@@ -315,6 +318,8 @@ _COMMANDS: dict[type, _Handler] = {
     wire.HostStore: _host_store,
     wire.StartAttempt: _start_attempt,
     wire.StopAttempt: _stop_attempt,
+    wire.RestartInProcess: restart_in_process,
+    wire.EndRanks: end_ranks,
     wire.TakeStacks: take_stacks,
     wire.SaveCheckpoint: _save_checkpoint,
     wire.StopTraining: _stop_training,
@@ -331,6 +336,8 @@ _HANDLERS: dict[type, _Handler] = {
     StoreFailure: store_failed,
     RanksSpawned: spawned,
     SpawnFailure: spawn_failed,
+    RankReplaced: replaced,
+    ReplaceFailure: replace_failed,
     RankDied: rank_died,
     AllReaped: reaped,
     Overdue: _overdue,
@@ -344,7 +351,8 @@ _HANDLERS: dict[type, _Handler] = {
     Tick: tick,
 }
 
-_OF_LIVE_RANKS = (RanksSpawned, SpawnFailure, RankDied, AllReaped, Overdue, RankMessage, SurvivorsNamed)
+_OF_SPAWNING = (RanksSpawned, SpawnFailure, RankReplaced, ReplaceFailure)
+_OF_LIVE_RANKS = (*_OF_SPAWNING, RankDied, AllReaped, Overdue, RankMessage, SurvivorsNamed)
 UNEXPECTED: frozenset[tuple[Phase, type]] = frozenset(
     [(phase, event) for phase in Phase if phase not in HAS_PROCESSES for event in _OF_LIVE_RANKS]
     + [(phase, SectionsRead) for phase in (Phase.IDLE, Phase.PARKED, Phase.HOSTING)]

@@ -40,17 +40,32 @@ def hear(turn: Turn, event: RankMessage) -> None:
     rank = turn.state.ranks[event.local_rank]
     if isinstance(message, wire.RankHello):
         turn.set_rank(event.local_rank, takes_requests=message.takes_requests)
+        if message.takes_requests and not rank.takes_requests:
+            _ask_again(turn, event.local_rank)
         if message.device_uuid:
             turn.fact(wire.DeviceUsed(at_us, event.attempt, rank.rank, message.device_uuid))
     elif isinstance(message, wire.RankCheckpoint):
         turn.set_rank(event.local_rank, saved=rank.saved or bool(rank.signalled))
         turn.fact(wire.CheckpointCommitted(at_us, event.attempt, message.iteration, message.path, message.duration_s))
     elif isinstance(message, wire.RankResumed):
-        turn.fact(wire.ResumedFrom(at_us, event.attempt, message.iteration, message.path))
+        turn.fact(wire.ResumedFrom(at_us, event.attempt, message.iteration, message.path, message.durable))
         if message.limits is not None:
             turn.fact(wire.LimitsLoaded(at_us, event.attempt, message.limits))
     elif isinstance(message, wire.RankCase):
         turn.fact(wire.CaseReported(at_us, event.attempt, rank.rank, message.report))
+    elif isinstance(message, wire.RankEntered):
+        turn.set_rank(event.local_rank, entered=True)
+        entered = (message.entry, message.joined, message.took_s, message.reserves)
+        turn.fact(wire.EntryBegun(at_us, event.attempt, rank.rank, *entered))
+    elif isinstance(message, wire.RankFault):
+        turn.fact(_fault(message, event.attempt, rank.rank, at_us))
+    elif isinstance(message, wire.RankSave):
+        save = (message.iteration, message.stage, message.path, message.stall_s, message.text)
+        turn.fact(wire.SaveSeen(at_us, event.attempt, *save))
+    elif isinstance(message, wire.RankLeaving):
+        turn.set_rank(event.local_rank, saved=rank.saved or (message.durable and bool(rank.signalled)))
+        leaving = (message.iteration, message.kind, message.reason, message.durable, message.consumed_samples, message.phase)
+        turn.fact(wire.RankLeaves(at_us, event.attempt, *leaving))
     elif isinstance(message, wire.RankDeclares):
         turn.set_rank(event.local_rank, declared=message.exit_code, declared_reason=message.reason)
     elif isinstance(message, wire.RankSetsLimits):
@@ -61,6 +76,21 @@ def hear(turn: Turn, event: RankMessage) -> None:
         _taken_up(turn, event.local_rank, message.request_id)
     else:
         turn.note(message.level, message.text, rank.rank)
+
+
+def _fault(message: wire.RankFault, attempt: int, rank: int, at_us: int) -> wire.RankFaulted:
+    return wire.RankFaulted(
+        at_us=at_us,
+        attempt=attempt,
+        rank=rank,
+        entry=message.entry,
+        kind=message.kind,
+        text=message.text,
+        traceback=message.traceback,
+        signature=message.signature,
+        iteration=message.iteration,
+        victim=message.victim,
+    )
 
 
 def _set_limits(turn: Turn, attempt: int, rank: int, change: wire.LimitsChange) -> None:
@@ -77,6 +107,20 @@ def rank_left(turn: Turn, local_rank: int) -> None:
     for request in turn.state.requests:
         if local_rank in request.waiting and request.leave:
             _taken_up(turn, local_rank, request.request_id)
+
+
+def rank_retired(turn: Turn, local_rank: int) -> None:
+    """A rank ended and gets no new process: nothing more is asked of it."""
+    for request in turn.state.requests:
+        if local_rank in request.waiting:
+            _taken_up(turn, local_rank, request.request_id)
+
+
+def _ask_again(turn: Turn, local_rank: int) -> None:
+    """What was asked of the process before, which died of something else."""
+    for request in turn.state.requests:
+        if local_rank in request.waiting:
+            turn.do(AskRanks((local_rank,), request.request_id, request.leave, "asked before the rank had this process"))
 
 
 def attempt_over(turn: Turn) -> None:

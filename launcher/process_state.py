@@ -71,10 +71,19 @@ class Rank(Struct, frozen=True):
     declared: int = 0
     declared_reason: str = ""
     saved: bool = False
+    entered: bool = False
+    """It, or the process before it, has said that it can enter its training function again."""
+    settled: bool = False
+    """The decider has said what follows from its end: it has a new process, or one in reserve has its work."""
 
     @property
     def alive(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def ended_well(self) -> bool:
+        """Nothing is lost with it."""
+        return self.exit_code == 0 or self.settled
 
 
 class Stop(Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rsup.launcher.launch_options import LaunchOptions
-from rsup.supervisor.wire import StartAttempt, UsageError
+from rsup.supervisor.wire import PhaseStart, StartAttempt, UsageError
 
 NVRX_LAUNCHER = "L"
 """In the folder of the sockets for NVRx's clients, where each local rank has its number: the one to the launcher."""
@@ -46,7 +46,9 @@ def rank_environment(
     """
     ordinal = local_rank if ordinal is None else ordinal
     rank, world_size = str(start.first_rank + local_rank), str(start.world_size)
-    environment = dict(inherited)
+    environment = {name: value for name, value in inherited.items() if not name.startswith("RSUP_PHASE")}
+    if start.phase is not None and start.phase.number < len(options.phases):
+        environment |= {**options.phases[start.phase.number].environment, **phase_environment(start.phase)}
     environment |= {
         "RANK": rank,
         "LOCAL_RANK": str(ordinal),
@@ -84,6 +86,9 @@ def rank_environment(
         ("FT_RANK_MONITOR_IPC_SOCKET", places.nvrx_dir and f"{places.nvrx_dir}/{local_rank}"),
         ("FT_LAUNCHER_IPC_SOCKET", places.nvrx_dir and f"{places.nvrx_dir}/{NVRX_LAUNCHER}"),
         ("TORCHELASTIC_ERROR_FILE", error_file),
+        ("RSUP_DEADLINE", "" if options.deadline is None else f"{options.deadline:.0f}"),
+        ("RSUP_DEADLINE_MARGIN", "" if options.deadline is None else f"{options.deadline_margin:g}"),
+        ("RSUP_SAVE_S", f"{start.save_s:.3f}" if start.save_s else ""),
     ):
         environment.pop(name, None)
         if value:
@@ -92,6 +97,20 @@ def rank_environment(
         environment["LOCAL_RANK"] = "0"
         environment["CUDA_VISIBLE_DEVICES"] = _only_device(inherited.get("CUDA_VISIBLE_DEVICES"), ordinal)
     return environment
+
+
+def phase_environment(phase: PhaseStart) -> dict[str, str]:
+    """What a rank sees of its phase; what is not known is not there."""
+    known = {
+        "RSUP_PHASE": str(phase.number),
+        "RSUP_PHASE_NAME": phase.name,
+        "RSUP_PHASE_ITERATION_OFFSET": str(phase.iteration_offset),
+    }
+    if phase.sample_offset >= 0:
+        known["RSUP_PHASE_SAMPLE_OFFSET"] = str(phase.sample_offset)
+    if phase.until_iteration:
+        known["RSUP_PHASE_UNTIL_ITERATION"] = str(phase.until_iteration)
+    return known
 
 
 def run_id(options: LaunchOptions, start: StartAttempt) -> str:

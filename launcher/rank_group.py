@@ -1,6 +1,7 @@
 """The processes of one attempt on this node: spawned together, signalled, and reaped with all that they left behind."""
 
 import os
+import select
 import signal
 import stat
 import time
@@ -13,16 +14,17 @@ from rsup.launcher.device_variables import DEVICE_VARIABLES
 from rsup.launcher.failure_report import read_error_file, telling_line
 from rsup.launcher.launch_options import LaunchOptions, rank_command
 from rsup.launcher.logs import LogPump, RankPipes
+from rsup.launcher.orphans import reap_orphans
 from rsup.launcher.process_events import RankDied
 from rsup.launcher.process_table import EXITING_FLAG
 from rsup.launcher.processes import ProcessId, RankProcess, SpawnError, describe, marked_processes, reap_everything, spawn_rank
 from rsup.launcher.rank_environment import SessionPlaces, rank_environment
 from rsup.launcher.rank_seats import RankSeats
-from rsup.launcher.reaping import open_process, read_stat, send_signal
+from rsup.launcher.reaping import all_processes, open_process, read_stat, send_signal
 from rsup.launcher.result_tracker import ResultTracker, tracker_path
 from rsup.launcher.stacks import process_state
 from rsup.launcher.standby import StandbyPool
-from rsup.launcher.standby_rules import Seat
+from rsup.launcher.standby_rules import SETTLED_AFTER_S, Seat
 from rsup.launcher.terminal import has_keys
 from rsup.supervisor import wire
 
@@ -65,11 +67,20 @@ class RankGroup:
         self._notes: list[str] = []
         self._signalled: set[int] = set()
         self._dying: set[int] = set()
+        self._replaced: list[RankProcess] = []
+        """Processes that died and were replaced, while something lives in their session."""
+        self._entering_until_ns: dict[int, int] = {}
 
     @property
     def sessions(self) -> list[int]:
-        """Numbers of the ranks' sessions."""
-        return [process.pid for process in self.processes]
+        """Numbers of the ranks' sessions, in local-rank order; then those of processes that were replaced."""
+        return [process.pid for process in (*self.processes, *self._replaced)]
+
+    @property
+    def entering(self) -> frozenset[int]:
+        """Ranks that got a new process a few seconds ago: it may be on its way into the training function."""
+        now_ns = time.monotonic_ns()
+        return frozenset(self.start.first_rank + i for i, until_ns in self._entering_until_ns.items() if now_ns < until_ns)
 
     def spawn(self, inherited: Mapping[str, str]) -> tuple[int, ...]:
         """Start all ranks; return their pids. Raise `RsupError` if one cannot be started: `reap` then ends the others."""
@@ -86,9 +97,69 @@ class RankGroup:
         self._standbys.end_start(self.start.num_ranks)
         return tuple(process.pid for process in self.processes)
 
-    def _open_pipes(self, local_rank: int) -> RankPipes:
+    def replace(self, inherited: Mapping[str, str], local_rank: int, death: int) -> int:
+        """Start a new process in the place of a dead one, after `end_leftovers`; return its pid.
+
+        `death`: which process of the rank has died (1: the first), for the new one to find the others by. Raise `RsupError`.
+        """
+        pipes = self._open_pipes(local_rank, f"process {death + 1} of this rank in attempt {self.start.attempt} begins here")
         try:
-            return self._logs.open_rank(self.start.attempt, local_rank, self.start.first_rank + local_rank)
+            process = self._spawn_one({**inherited, "RSUP_JOIN": str(death)}, local_rank, pipes)
+        finally:
+            pipes.close_writer_ends()
+        self._retire(self.processes[local_rank])
+        self.processes[local_rank] = process
+        self.started_ns[local_rank] = time.monotonic_ns()
+        self._entering_until_ns[local_rank] = self.started_ns[local_rank] + int(SETTLED_AFTER_S * 1e9)
+        self._error_files[local_rank] = pipes.error_file
+        self._signalled.discard(local_rank)
+        self._dying.discard(local_rank)
+        return process.pid
+
+    def end_leftovers(self, local_rank: int, keep: Collection[int]) -> None:
+        """SIGKILL to the data loaders, writers and helpers of a dead rank. What is stuck in the kernel is not waited for: the
+        attempt's end does that."""
+        until_s = time.monotonic() + REAP_STEP_S
+        while True:
+            found = marked_processes(self._places.agent_id, self.sessions, keep=keep)
+            left = [one for one in found if self._local_rank_of(one) == local_rank]
+            _kill_and_wait(left, until_s)
+            if not left or time.monotonic() > until_s:
+                break
+        reap_orphans(self._places.agent_id, self.sessions, keep)
+
+    def _retire(self, process: RankProcess) -> None:
+        """Its zombie goes with the last of its session: until then its number must not be another's."""
+        held = {stat.session for stat in all_processes() if stat.pid != stat.session}
+        for one in (*self._replaced, process):
+            if one.pid not in held:
+                one.close()
+        self._replaced = [one for one in (*self._replaced, process) if one.pidfd >= 0]
+
+    def _local_rank_of(self, found: ProcessId) -> int | None:
+        """Whose it is: by its session, else by its environment, else by the process that started it."""
+        pid = found.pid
+        while pid > 1 and pid != os.getpid() and (process := read_stat(pid)) is not None:
+            leader = next((one for one in (*self.processes, *self._replaced) if one.pid == process.session), None)
+            owner = self._slot_of(pid) if leader is None else leader.local_rank
+            if owner is not None:
+                return owner
+            pid = process.parent
+        return None
+
+    def _slot_of(self, pid: int) -> int | None:
+        try:
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return None
+        if b"RSUP_MARK=" + os.fsencode(self._places.agent_id) not in words:
+            return None
+        slot = next((word[10:].decode("ascii", "replace") for word in words if word.startswith(b"RSUP_SLOT=")), "")
+        return int(slot) if slot.isdecimal() and int(slot) < len(self.processes) else None
+
+    def _open_pipes(self, local_rank: int, mark: str = "") -> RankPipes:
+        try:
+            return self._logs.open_rank(self.start.attempt, local_rank, self.start.first_rank + local_rank, mark)
         except OSError as error:
             rank = self.start.first_rank + local_rank
             raise SpawnError(f"cannot make the pipes of rank {rank}: {error.strerror}; raise ulimit -n", 1) from None
@@ -98,7 +169,8 @@ class RankGroup:
         if pipes.error_file:
             pipes.error_file.unlink(missing_ok=True)
         seat = self.seat_of(inherited, local_rank, error_file)
-        seat = replace(seat, environment={**seat.environment, **pipes.environment})
+        started_s = f"{time.clock_gettime(time.CLOCK_BOOTTIME):.3f}"  # of the rank: its process may be an older standby
+        seat = replace(seat, environment={**seat.environment, **pipes.environment, "RSUP_RANK_STARTED_S": started_s})
         stdin, out, err = self._stdin(), pipes.stdout_fd, pipes.stderr_fd
         warm = self._standbys.take(local_rank, seat, stdin=stdin, stdout_fd=out, stderr_fd=err)
         if warm is not None:
@@ -115,7 +187,8 @@ class RankGroup:
 
     def seat_of(self, inherited: Mapping[str, str], local_rank: int, error_file: str = "") -> Seat:
         """What a rank of this attempt is started with."""
-        command = rank_command(self._options, self.seats.ordinals[local_rank])
+        phase = self.start.phase.number if self.start.phase is not None else 0
+        command = rank_command(self._options, self.seats.ordinals[local_rank], phase)
         return Seat(command, self.environment_of(inherited, local_rank, error_file), self.seats.cpus[local_rank])
 
     def environment_of(self, inherited: Mapping[str, str], local_rank: int, error_file: str = "") -> dict[str, str]:
@@ -219,8 +292,7 @@ class RankGroup:
     def _note_killed(self, left: Collection[ProcessId]) -> None:
         """Ranks exited 0 and what they left behind did not go by itself."""
         self._is_patient = False
-        sessions = self.sessions
-        for local_rank, count in sorted(Counter(_local_rank_of(found, sessions) for found in left).items(), key=str):
+        for local_rank, count in sorted(Counter(self._local_rank_of(found) for found in left).items(), key=str):
             who = "a rank" if local_rank is None else f"rank {self.start.first_rank + local_rank}"
             self._notes.append(f"ended {count} process{'es' if count > 1 else ''} that {who} left behind, with SIGKILL")
 
@@ -249,10 +321,22 @@ class RankGroup:
         if reap_everything(mark, self.sessions, now_s + REAP_STEP_S, keep=keep):
             return False
         self._logs.drain(self.start.attempt, DRAIN_S)
-        for process in self.processes:
+        for process in (*self.processes, *self._replaced):
             process.close()
         self._reap_until_s = None
         return True
+
+
+def _kill_and_wait(left: Collection[ProcessId], until_s: float) -> None:
+    """SIGKILL; return once all have ended, or at `until_s`."""
+    pidfds = [pidfd for found in left if (pidfd := open_process(found)) is not None]
+    for pidfd in pidfds:
+        send_signal(pidfd, signal.SIGKILL)
+    for pidfd in pidfds:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(max(0.0, until_s - time.monotonic()) * 1000)
+        os.close(pidfd)
 
 
 def _is_dying(pid: int) -> bool:
@@ -267,19 +351,6 @@ def _is_pipe_or_file(descriptor: int) -> bool:
     except OSError:  # closed
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def _local_rank_of(found: ProcessId, sessions: list[int]) -> int | None:
-    """The rank that left it behind, by its session, else by its environment."""
-    process = read_stat(found.pid)
-    if process is not None and process.session in sessions:
-        return sessions.index(process.session)
-    try:
-        words = Path(f"/proc/{found.pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    local_rank = next((word[10:].decode("ascii", "replace") for word in words if word.startswith(b"RSUP_SLOT=")), "")
-    return int(local_rank) if local_rank.isdecimal() and int(local_rank) < len(sessions) else None
 
 
 def _end_politely(found: ProcessId) -> None:

@@ -218,6 +218,11 @@ class StandbyPool:
         standby = self._standbys.pop(local_rank, None)
         if standby is None:
             return None
+        self._said_ready = False
+        standby.look()
+        if not standby.is_ready:  # a single rank is replaced, and its standby has just been started
+            self._end(standby)
+            return None
         report = self._reports_dir / f"cold-{seat.environment.get('RSUP_ATTEMPT', '')}-{local_rank}"
         if self._is_usable(standby, seat) and standby.become(seat, report, stdin, stdout_fd, stderr_fd):
             self._num_warm += 1

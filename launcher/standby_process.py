@@ -65,7 +65,7 @@ INERT_NAMES = frozenset(
 """Read when CUDA starts or is asked for, not when torch is imported."""
 TORCH_PREFIXES = ("TORCH", "PYTORCH_", "TRITON_")
 GPU_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/", "/dev/accel")
-INERT_PREFIXES = ("NCCL_", "MASTER_", "GLOO_")
+INERT_PREFIXES = ("NCCL_", "TORCH_NCCL_", "MASTER_", "GLOO_")
 LIBRARY_PREFIXES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TRANSFORMERS_", "WANDB_")
 """Read by libraries that torch does not load: they matter only if something else was imported ahead too."""
 
@@ -291,7 +291,8 @@ class WatchedEnvironment:
         self._look(os.fsdecode(name), None)
 
     def _look(self, name: str, value: str | None) -> None:
-        matters = (name in self._names or name.startswith(TORCH_PREFIXES)) and name not in INERT_NAMES
+        read = name in self._names or name.startswith(TORCH_PREFIXES)
+        matters = read and name not in INERT_NAMES and not name.startswith(INERT_PREFIXES)
         if not matters or self._environment.get(name) == value or "torch" not in sys.modules:
             return
         reason = f"the script changes {name}, which a part of torch that was imported ahead has read"

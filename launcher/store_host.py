@@ -14,6 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from rsup.launcher.entry_stores import EntryStores
+
 IMPORT_NICENESS = 5  # ranks import torch at the same moment, and they are what the user waits for
 OWN_CONNECTION_TIMEOUT = timedelta(seconds=30)
 
@@ -28,6 +30,7 @@ class StoreHost:
         """Port and listening descriptor of the stores still to be made, by attempt."""
         self._requests: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._stores: dict[int, Any] = {}
+        self._entries: dict[int, EntryStores] = {}
         self._torch_error = ""
         self._thread: threading.Thread | None = None
 
@@ -58,6 +61,8 @@ class StoreHost:
             if wanted:
                 self._serve(attempt)
             else:
+                if entries := self._entries.pop(attempt, None):
+                    entries.close()
                 self._stores.pop(attempt, None)
 
     def _serve(self, attempt: int) -> None:
@@ -69,10 +74,12 @@ class StoreHost:
         if make_store is None:
             os.close(listening_fd)  # who connects is refused rather than left waiting
             return
-        try:
+        address = _bound_address(listening_fd)
+
+        def make(port: int, listening_fd: int) -> Any:
             # the server's own client: the socket listens on loopback, or on all addresses
-            self._stores[attempt] = make_store(
-                _own_address(listening_fd),
+            return make_store(
+                _own_address(address),
                 port,
                 is_master=True,
                 wait_for_workers=False,
@@ -80,8 +87,16 @@ class StoreHost:
                 timeout=OWN_CONNECTION_TIMEOUT,
                 use_libuv=os.environ.get("USE_LIBUV", "1") != "0",
             )
+
+        def connect() -> Any:
+            return make_store(_own_address(address), port, is_master=False, wait_for_workers=False)
+
+        try:
+            self._stores[attempt] = make(port, listening_fd)
         except (RuntimeError, ValueError, TypeError) as error:
             self._say(f"the TCPStore of attempt {attempt} on port {port} failed: {_first_line(error)}")
+            return
+        self._entries[attempt] = EntryStores(address, self._stores[attempt], connect, make, self._say)
 
     def _import_torch(self) -> Callable[..., Any] | None:
         if self._torch_error:
@@ -103,10 +118,13 @@ class StoreHost:
             self._torch_error = f"{type(error).__name__}: {_first_line(error)}"
 
 
-def _own_address(listening_fd: int) -> str:
+def _bound_address(listening_fd: int) -> str:
     with socket.socket(fileno=os.dup(listening_fd)) as listening:
-        address = str(listening.getsockname()[0])
-    return {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(address, address)
+        return str(listening.getsockname()[0])
+
+
+def _own_address(bound: str) -> str:
+    return {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(bound, bound)
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ None of it is worth a transaction. It starts anew with each supervisor process: 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rsup.supervisor.states import AgentState, JobState, Role
+from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.wire import RankBeat, Report
 
 RETRY_S = 1.0
@@ -43,6 +43,8 @@ def tells_something(state: JobState, agent: AgentState, report: Report) -> bool:
         return True
     if not report.beats or report.epoch != state.epoch:
         return False
+    if state.in_process.open is not None or state.phase is Phase.COLLECTING:
+        return True
     return not state.stepped or any(beat.iteration > state.attempt_iteration for beat in report.beats)
 
 

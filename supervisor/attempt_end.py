@@ -10,26 +10,27 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from rsup.supervisor.case_followup import carry_out, end_cases, left_for
-from rsup.supervisor.end_report import MAX_REPORTED, all_exits, report_text
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_watchdog, waited_in_vain
-from rsup.supervisor.fault_evidence import lost_node_evidence, lost_rank_evidence
-from rsup.supervisor.first_mover import exit_incident, name_first_mover
+from rsup.supervisor.end_report import all_exits, report_text
+from rsup.supervisor.failure import first_mover
+from rsup.supervisor.fault_evidence import lost_in_process_evidence, lost_node_evidence, lost_rank_evidence
+from rsup.supervisor.first_mover import name_first_mover
 from rsup.supervisor.leaving import goes_on, is_by_leaving, let_all_go
-from rsup.supervisor.records import IncidentSaved, RankSaved
+from rsup.supervisor.phases import count_hop, is_going_round, next_phase
+from rsup.supervisor.re_entry import is_being_replaced, under_way
+from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
-from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, Failure, JobState, Phase, RankExit, StopRequest
+from rsup.supervisor.states import LIVE_PHASES, Budget, Failure, JobState, Phase, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
+    EXIT_NO_REQUEUE,
     EXIT_REQUEUE,
     EXIT_USAGE,
     EndJob,
     JobResult,
     JobSpec,
-    RankExited,
     RanksGone,
     StopAttempt,
     StopTraining,
-    clip,
 )
 from rsup.supervisor.workload_control import asked_for, let_excluded_go
 
@@ -40,107 +41,9 @@ UNKILLABLE_AFTER_S = 60.0
 ESCALATE_AFTER_S = 10.0
 """How long after a stop's grace agents are told to end the ranks themselves."""
 ESCALATED_GRACE_S = 5.0
-MAX_TAIL_CHARS = 4000
-MAX_ERROR_CHARS = 500
 
 
 # -------------------------------------------------------------------------------------------------------------- failing
-
-
-def rank_exited(turn: Turn, agent_id: str, fact: RankExited) -> None:
-    """A rank's process ended. A failure ends the attempt; a clean exit while others run is normal."""
-    agent = turn.state.agents[agent_id]
-    if fact.rank in agent.exits:
-        return
-    _note_exit(turn, agent_id, agent, fact)
-    state = turn.state
-    text = exit_text(fact.rank, agent.info.node, state.agents[agent_id].exits[fact.rank])
-    blame = f"{text} (signalled by us: {fact.by_us})" if fact.by_us else text
-    failed = bool(fact.exit_code) and not fact.by_us
-    data: dict[str, object] = {
-        "exit_code": fact.exit_code,
-        "signal": fact.signal,
-        "iteration": fact.iteration,
-        "by_us": fact.by_us,
-        "killer": fact.killer,
-    }
-    if failed:
-        data |= {"error": fact.error, "traceback": fact.traceback, "log_tail": clip(fact.log_tail)}
-    turn.log(
-        "RankExited",
-        blame,
-        "error" if failed and state.stop is None else "info",
-        at_us=fact.at_us,
-        rank=fact.rank,
-        node=agent.info.node,
-        data=data,
-    )
-    if fact.exit_code and state.phase in (Phase.STARTING, Phase.RUNNING):
-        _fail_by_exit(turn, agent_id, fact, text)
-    elif fact.saved and state.stop is not None:
-        turn.change(stop=replace(state.stop, saved=True))
-
-
-def _note_exit(turn: Turn, agent_id: str, agent: AgentState, fact: RankExited) -> None:
-    state = turn.state
-    keep_tail = fact.exit_code and not fact.by_us and state.num_ended - state.num_ok < MAX_REPORTED
-    exit_ = RankExit(
-        order=state.num_ended + 1,
-        exit_code=fact.exit_code,
-        at_us=fact.at_us,
-        signal=fact.signal,
-        by_us=fact.by_us,
-        iteration=fact.iteration,
-        section=fact.section,
-        error=fact.error[:MAX_ERROR_CHARS],
-        log_tail=clip(fact.traceback or fact.log_tail, MAX_TAIL_CHARS) if keep_tail else "",
-        declared=fact.declared,
-        declared_reason=fact.declared_reason[:MAX_ERROR_CHARS],
-        rejected=fact.rejected[-1:],
-        killer=fact.killer[:MAX_ERROR_CHARS],
-    )
-    turn.change_agent(agent_id, exits={**agent.exits, fact.rank: exit_})
-    turn.change(
-        num_ended=state.num_ended + 1,
-        num_ok=state.num_ok + (fact.exit_code == 0),
-        iteration=max(state.iteration, fact.iteration),
-        attempt_iteration=max(state.attempt_iteration, fact.iteration),
-        counts_iterations=state.counts_iterations or fact.iteration > 0,
-    )
-    local_rank = fact.rank - agent.first_rank
-    turn.record(
-        RankSaved(
-            job=state.key,
-            attempt=state.attempt,
-            rank=fact.rank,
-            node=agent.info.node,
-            pid=agent.pids[local_rank] if 0 <= local_rank < len(agent.pids) else 0,
-            device=agent.devices_used.get(fact.rank, ""),
-            exit_code=fact.exit_code,
-            signal=fact.signal,
-            reason=fact.by_us or exit_.error or fact.declared_reason,
-        )
-    )
-
-
-def _fail_by_exit(turn: Turn, agent_id: str, fact: RankExited, text: str) -> None:
-    agent = turn.state.agents[agent_id]
-    if fact.by_us:  # its launcher ended it, and we did not ask for that: cut off for too long, or leaving
-        text = f"the launcher on {agent.info.node} ended its ranks: {fact.by_us}"
-        fail_attempt(turn, "agent-lost", text, node=agent.info.node)
-        return
-    kind = "hang" if is_of_a_watchdog(fact.error) else "signal" if fact.signal else "exit"
-    fail_attempt(
-        turn,
-        kind,
-        text,
-        exit_code=passed_on(fact.exit_code, fact.declared),
-        section=fact.section,
-        rank=fact.rank,
-        node=agent.info.node,
-        incident=exit_incident(turn.state, agent, fact.rank, agent.exits[fact.rank], kind, text),
-        stacks_within_s=STACKS_WITHIN_S if waited_in_vain(fact.error) else 0.0,
-    )
 
 
 def fail_attempt(
@@ -155,13 +58,20 @@ def fail_attempt(
     incident: IncidentSaved | None = None,
     grace_s: Callable[[str], float] | None = None,
     stacks_within_s: float = 0.0,
+    error: str = "",
 ) -> None:
     """End the attempt on all nodes because of a failure; open its incident. `grace_s` per agent, default the job's.
     `stacks_within_s`: for stacks of those who live before they are ended."""
     if turn.state.phase is Phase.STOPPING:
         return
-    failure = Failure(kind=kind, at_us=turn.now.us, text=text, exit_code=exit_code, section=section, rank=rank, node=node)
-    turn.change(failure=failure)
+    if not turn.state.in_process.given_up and under_way(turn.state.in_process) is not None:
+        lost_in_process_evidence(turn)
+    at_us = turn.now.us
+    turn.change(
+        failure=Failure(
+            kind=kind, at_us=at_us, text=text, exit_code=exit_code, section=section, rank=rank, node=node, error=error
+        )
+    )
     if incident is None:
         incident = IncidentSaved(turn.state.key, 0, turn.state.attempt, turn.now.us, kind, rank, node, found_by=kind, text=text)
     open_incident(turn, incident)
@@ -170,7 +80,16 @@ def fail_attempt(
 
 
 def open_incident(turn: Turn, incident: IncidentSaved) -> None:
-    """Give the incident its number, record it, and keep it until the job has recovered."""
+    """Keep the incident until the job has recovered; it gets its number unless it has one, and is recorded."""
+    if incident.incident:
+        turn.record(incident)
+    else:
+        incident = numbered(turn, incident)
+    turn.change(incident=incident)
+
+
+def numbered(turn: Turn, incident: IncidentSaved) -> IncidentSaved:
+    """The incident with its number, recorded. What it costs is at most what no checkpoint holds."""
     state = turn.state
     lost = max(0, state.attempt_iteration - max(0, state.checkpoint)) if state.counts_iterations else None
     incident = replace(
@@ -180,8 +99,9 @@ def open_incident(turn: Turn, incident: IncidentSaved) -> None:
         detected_us=turn.now.us,
         lost_iterations=lost,
     )
-    turn.change(num_incidents=incident.incident, incident=incident)
+    turn.change(num_incidents=incident.incident)
     turn.record(incident)
+    return incident
 
 
 def stop_attempt(turn: Turn, reason: str, grace_s: Callable[[str], float] | None = None, stacks_within_s: float = 0.0) -> float:
@@ -212,6 +132,9 @@ def ranks_gone(turn: Turn, agent_id: str, fact: RanksGone) -> None:
         node=agent.info.node,
     )
     current = fact.attempt == turn.state.attempt and agent.group_rank >= 0
+    if current and is_being_replaced(turn.state, agent):
+        turn.change_agent(agent_id, live_attempt=fact.attempt)  # its next processes are on their way
+        return
     finished = len(agent.exits) >= agent.info.num_ranks or (
         turn.state.adopted and not any(e.exit_code for e in agent.exits.values())
     )
@@ -257,7 +180,7 @@ def settle_stopping(turn: Turn) -> None:
             _overstayed(turn)
         return
     unknown = [agent.info.node for agent in state.agents.values() if agent.live_attempt]
-    if not unknown or state.stop is not None or not _verdict(state)[0].restart:
+    if not unknown or state.stop is not None or (state.failure is not None and not _verdict(state)[0].restart):
         conclude(turn)
         return
     nodes = ", ".join(sorted(unknown))
@@ -314,6 +237,9 @@ def conclude(turn: Turn) -> None:
     if state.failure is not None:
         name_first_mover(turn)
         lost_rank_evidence(turn)
+    elif state.stop is None:
+        _change_phase(turn)
+        return
     if goes_on(turn.state):
         by_leaving = is_by_leaving(turn.state)
         why = let_all_go(turn)
@@ -324,7 +250,8 @@ def conclude(turn: Turn) -> None:
             reform(turn)
             return
     elif state.stop is not None:
-        clean = state.stop.saved and state.num_ok == state.world_size and state.failure is None
+        saved = state.stop.saved or (state.left is not None and state.left.durable)
+        clean = saved and state.num_ok == state.world_size and state.failure is None
         tail = "all ranks saved and left" if clean else "no durable save was reported, or not all ranks left cleanly"
         _close_attempt(turn, "stopped", state.stop.reason)
         end_job(turn, 0 if clean else state.stop.exit_code, f"{state.stop.reason}: {tail}")
@@ -355,6 +282,16 @@ def conclude(turn: Turn) -> None:
         reform(turn)
 
 
+def _change_phase(turn: Turn) -> None:
+    """The ranks of a phase have left; the next one costs no restart."""
+    why = next_phase(turn.state)
+    _close_attempt(turn, "succeeded", why)
+    count_hop(turn)
+    turn.change(free_restarts=turn.state.free_restarts + 1)
+    turn.log("PhaseChange", f"{why}, which costs no restart")
+    reform(turn)
+
+
 def reform(turn: Turn) -> None:
     """Bring the nodes together for the next attempt."""
     turn.enter(Phase.FORMING, turn.now.s + turn.state.spec.join_timeout_s)
@@ -374,7 +311,7 @@ def _verdict(state: JobState) -> tuple[Verdict, Budget]:
     first = first_mover((rank, exit_) for rank, exit_, _ in all_exits(state)) if failure.kind in ("exit", "signal") else None
     exit_ = first[1] if first is not None else None
     code = passed_on(exit_.exit_code, exit_.declared) if exit_ is not None else failure.exit_code
-    error = exit_.error if exit_ is not None else ""
+    error = exit_.error if exit_ is not None else failure.error
     failed = FailedAttempt(
         exit_code=code,
         signature=signature(
@@ -413,7 +350,17 @@ def _close_attempt(turn: Turn, outcome: str, reason: str) -> None:
 
 
 def succeed(turn: Turn) -> None:
-    """Every rank of every node has exited 0."""
+    """Every rank of every node has exited 0. The job is over, unless another phase follows: once they are all gone."""
+    why = next_phase(turn.state)
+    if why and is_going_round(turn.state):
+        reason = f"the ranks leave for another phase again and again and get no further ({why})"
+        _close_attempt(turn, "failed", reason)
+        end_job(turn, EXIT_NO_REQUEUE, reason)
+        return
+    if why:
+        graces_s = stop_attempt(turn, why)
+        turn.enter(Phase.STOPPING, turn.now.s + graces_s + UNKILLABLE_AFTER_S)
+        return
     _close_attempt(turn, "succeeded", "every rank exited 0")
     end_job(turn, 0, "every rank exited 0")
 

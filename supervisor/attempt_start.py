@@ -12,9 +12,10 @@ from rsup.supervisor.attempt_end import fail_attempt
 from rsup.supervisor.case_followup import begin_cases, placed, seated, settle_cases
 from rsup.supervisor.devices_known import say_which_nodes_must_do
 from rsup.supervisor.other_devices import avoided_by
+from rsup.supervisor.phases import named, start_of
 from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
-from rsup.supervisor.states import AgentState, Observed, Phase, Role
+from rsup.supervisor.states import AgentState, InProcess, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
 
@@ -108,9 +109,11 @@ def _reset(turn: Turn, current: AttemptSaved) -> None:
         stepped=False,
         attempt_iteration=0,
         failure=None,
+        left=None,
         shut_down="",
         overdue={},
         suspected=[],
+        in_process=InProcess(),
         observed=Observed(),
     )
 
@@ -123,7 +126,10 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
     turn.change(store_bound=True)
     active = state.active
     size = f"{plural(state.world_size, 'rank')} on {plural(len(active), 'node')}"
-    reason = f"attempt {state.attempt} starts: {size}, store {fact.host}:{fact.port}"
+    phase = start_of(state)
+    turn.change(phase_number=phase.number if phase is not None else 0)
+    in_phase = f", {named(state.spec.phases, phase.number)}" if phase is not None else ""
+    reason = f"attempt {state.attempt} starts: {size}{in_phase}, store {fact.host}:{fact.port}"
     role_sizes: dict[str, int] = {}
     for _, member in active:
         role_sizes[member.info.role] = role_sizes.get(member.info.role, 0) + member.info.num_ranks
@@ -153,6 +159,8 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
                 first_role_rank=role_ranks[role],
                 role_world_size=role_sizes[role],
                 restarts_spent=state.budget.restarts,
+                phase=phase,
+                save_s=state.save_s,
             ),
         )
         role_ranks[role] += member.info.num_ranks

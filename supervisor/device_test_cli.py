@@ -32,8 +32,9 @@ Keep = Callable[[Json, str], str]
 """Takes a report and a sentence, keeps it as evidence, and returns a line for people."""
 
 
-def main(argv: Sequence[str], keep: Keep | None = None) -> int:
-    """Run `rsup devices test ARGV`; return its exit code. Raise `RsupError`. `keep` None: nothing becomes evidence."""
+def main(argv: Sequence[str], keep: Keep | None = None, told: Callable[[list[Json]], object] = len) -> int:
+    """Run `rsup devices test ARGV`; return its exit code. Raise `RsupError`. `keep` None: nothing becomes evidence. `told` gets
+    the reports of all devices, those left alone too."""
     words, own, accepts_injected = _split(argv)
     if any(word in ("-h", "--help") for word in words):
         return subprocess.run(_command([*words]), env=_environment()).returncode
@@ -46,9 +47,11 @@ def main(argv: Sequence[str], keep: Keep | None = None) -> int:
         more = ["--results", str(results), "--records", str(folder / "known.json")]
         more += ["--held", ",".join(f"{uuid}={job}" for uuid, job in held.items())] if held else []
         if (case := _value_of(words, "--replay")) is not None:
-            more += ["--replay-missing", _why_no_replay(sources, case)]
+            steps, why_none = _kept_steps(sources, case)
+            more += ["--replay-steps", steps, "--replay-missing", why_none]
         code = subprocess.run(_command([*words, *more]), env=_environment()).returncode
         reports: list[Json] = json.loads(results.read_bytes()) if results.exists() else []
+    told(reports)
     for report in (report for report in reports if report["was_tried"]):
         _keep(report, folder, own["--reason"], keep if accepts_injected or not report["injected"] else None)
     return code
@@ -103,20 +106,19 @@ def _held(sources: Sources) -> dict[str, str]:
     return held
 
 
-def _why_no_replay(sources: Sources, case: str) -> str:
-    """Why the step of that case cannot be repeated here. Raise `UsageError` for a case that nobody knows."""
+def _kept_steps(sources: Sources, case: str) -> tuple[str, str]:
+    """The folder of the case's steps, and why nothing can be replayed where it holds none. Raise `UsageError` for a case that
+    nobody knows."""
     try:
         found = sources.read(lambda source: source.case(case))
     except QueryError as error:
         raise UsageError(str(error)) from None
     if not found:
         raise UsageError(f"no case {case[:200]!r}; `rsup cases list` shows them")
-    checkpoint = str(found[-1].get("checkpoint") or "")
-    if not checkpoint:
-        return "the case kept no checkpoint with the step's data"
-    if not Path(checkpoint).exists():
-        return f"its checkpoint {checkpoint} is not here any more"
-    return f"the step needs the job's own program: resume the job on this device, from {checkpoint}"
+    folder = str(found[-1].get("checkpoint") or "")
+    if not folder:
+        return "", "the case kept no step: nothing fatal failed, the ranks had nowhere to save, or its data cannot be kept"
+    return folder, f"its step is not in {folder} any more, or cannot be seen from this node"
 
 
 def _keep(report: Json, folder: Path, reason: str, keep: Keep | None) -> None:

@@ -13,8 +13,14 @@ MAX_LOG_LINES = 20
 
 
 def all_exits(state: JobState) -> list[tuple[int, RankExit, AgentState]]:
-    """Every rank of the attempt that has ended, with its node."""
-    return [(rank, exit_, agent) for agent in state.agents.values() for rank, exit_ in agent.exits.items()]
+    """Every rank of the attempt that has ended, with its node; first those whose replacement was given up."""
+    blamed = [
+        (rank, exit_, agent)
+        for _, agent in state.active
+        for rank, exit_ in state.in_process.blamed.items()
+        if agent.first_rank <= rank < agent.first_rank + agent.info.num_ranks
+    ]
+    return blamed + [(rank, exit_, agent) for agent in state.agents.values() for rank, exit_ in agent.exits.items()]
 
 
 def report_text(state: JobState, result: JobResult) -> str:

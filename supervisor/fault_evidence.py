@@ -71,6 +71,18 @@ def lost_rank_evidence(turn: Turn) -> None:
         _tell(turn, "rank-lost", code, incident.device if of_gpu else "", incident.node, incident)
 
 
+def lost_in_process_evidence(turn: Turn) -> None:
+    """The same of a rank whose process was replaced, or that left its training function, while the attempt goes on."""
+    state, restart = turn.state, turn.state.in_process.open
+    if state.stop is not None or restart is None or restart.incident.rank is None or restart.kind not in ("exit", "signal"):
+        return
+    exit_ = restart.exits.get(restart.incident.rank) or RankExit(0, 1, restart.incident.at_us, error=restart.error)
+    code, of_gpu = _code(exit_) if not exit_.by_us else ("", False)
+    if code:
+        incident = restart.incident
+        _tell(turn, "rank-lost", code, incident.device if of_gpu else "", incident.node, incident)
+
+
 def _code(exit_: RankExit) -> tuple[str, bool]:
     """What the exit says, and whether a GPU can be behind it; empty: nothing."""
     if GPU_ERROR.search(exit_.error):

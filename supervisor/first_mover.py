@@ -57,8 +57,9 @@ def name_first_mover(turn: Turn) -> None:
         _blame_node(turn, lost, exit_text(rank, agent.info.node, exit_))
         return
     kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
-    text = exit_text(rank, agent.info.node, exit_) + _as_early(exits, rank)
-    victims = sorted(r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank)
+    given_up = f"; {state.in_process.given_up}" if state.in_process.given_up else ""
+    text = exit_text(rank, agent.info.node, exit_) + _as_early(exits, rank) + given_up
+    victims = sorted({r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank})
     incident = replace(
         exit_incident(state, agent, rank, exit_, kind, text),
         incident=state.incident.incident,

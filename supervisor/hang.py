@@ -8,7 +8,10 @@ from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import fail_attempt, succeed
 from rsup.supervisor.failure import Hung, culprit, group_stacks, hang_text, innermost_frame, limit_name, overdue_text
-from rsup.supervisor.fault_evidence import hang_evidence
+from rsup.supervisor.fault_evidence import hang_evidence, stands_out
+from rsup.supervisor.in_process import end_culprit
+from rsup.supervisor.rank_exits import fail_by_exit
+from rsup.supervisor.re_entry import under_way
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -27,6 +30,8 @@ MAX_OVERDUE_LOGGED = 32
 def overdue(turn: Turn, agent_id: str, fact: RankOverdue) -> None:
     """A limit has expired while ranks should be working."""
     _log(turn, agent_id, fact)
+    if under_way(turn.state.in_process) is not None and turn.state.phase is not Phase.COLLECTING:
+        return  # ranks that wait for each other to enter again: that has a bound of its own
     if fact.rank not in turn.state.overdue:
         turn.change(overdue={**turn.state.overdue, fact.rank: fact})
     if turn.state.phase is Phase.COLLECTING:
@@ -108,6 +113,7 @@ def _collect(turn: Turn, fact: RankOverdue) -> None:
         if agent.live_attempt and agent.live_attempt == state.attempt:
             turn.change_agent(agent_id, stacks=None)
             turn.command(agent_id, TakeStacks(0, reason, state.attempt, STACKS_WITHIN_S))
+    turn.change(in_process=replace(state.in_process, heard=[]))
     turn.enter(Phase.COLLECTING, turn.now.s + STACKS_WITHIN_S + STACKS_MARGIN_S)
     turn.log("TakeStacks", reason, "warning", rank=fact.rank)
 
@@ -153,6 +159,8 @@ def _conclude_hang(turn: Turn) -> None:
     state = turn.state
     stacks = [stack for _, agent in state.active for stack in agent.stacks or []]
     ranks = _ranks(state, {stack.rank: stack for stack in stacks})
+    if state.in_process.restartable and not state.adopted and _went_on(turn, ranks, stacks):
+        return
     earliest = min(state.overdue.values(), key=lambda f: (f.at_us, f.rank))
     first = culprit(ranks) or Hung("", earliest.rank, "", earliest.iteration, earliest.main_beat_age_s, overdue=earliest)
     fact = first.overdue or earliest
@@ -180,6 +188,61 @@ def _conclude_hang(turn: Turn) -> None:
         grace_s=grace_s,
     )
     hang_evidence(turn, first, ranks, turn.state.incident or incident)
+
+
+# ------------------------------------------------------------------------------------------- under in-process restart
+
+
+def _went_on(turn: Turn, ranks: list[Hung], stacks: list[RankStack]) -> bool:
+    """Whether the attempt goes on: the hang has ended by itself, by a death, or by that of the one rank that causes it."""
+    state = turn.state
+    dead = [
+        (exit_.order, agent_id, rank)
+        for agent_id, agent in state.active
+        for rank, exit_ in agent.exits.items()
+        if exit_.exit_code
+    ]
+    going = [hung for hung in ranks if hung.rank not in state.in_process.heard]
+    if dead:
+        _back_to_work(turn)
+        for _, agent_id, rank in sorted(dead):
+            if turn.state.phase is Phase.RUNNING:
+                fail_by_exit(turn, agent_id, rank)
+        return True
+    if not any(hung.overdue is not None for hung in going):
+        _back_to_work(turn)
+        turn.log("HangOver", "every rank whose limit had expired has shown a sign of progress since: nothing is ended")
+        return True
+    first = culprit(going)
+    if first is None or not _is_named(state, first, going, ranks):
+        return False
+    fact = first.overdue or min((h.overdue for h in going if h.overdue is not None), key=lambda f: (f.at_us, f.rank))
+    text = hang_text(first, fact)
+    incident = replace(
+        _incident(state, state.agents.get(first.agent_id), first, fact, "hang", text, 0, turn.now.us),
+        victims=sorted(r for r in state.overdue if r != first.rank),
+        stacks=group_stacks(stacks),
+    )
+    _back_to_work(turn)
+    end_culprit(turn, first.agent_id, first.rank, text, incident, fact.limit, HANG_EXIT_CODE)
+    hang_evidence(turn, first, going, incident)
+    return True
+
+
+def _back_to_work(turn: Turn) -> None:
+    turn.enter(Phase.RUNNING)
+    turn.change(overdue={})
+
+
+def _is_named(state: JobState, first: Hung, going: list[Hung], ranks: list[Hung]) -> bool:
+    """Whether that one rank is so plainly the culprit that it alone is ended, and the others can take a new process in."""
+    ip = state.in_process
+    has_peers = first.rank in ip.entries and len(ip.entries) > 1 and state.num_ok <= ip.num_retired
+    agent = state.agents.get(first.agent_id)
+    if not has_peers or agent is None or not agent.reachable or state.spec.in_process.max_restarts == 0:
+        return False
+    is_last = len(going) == 1 and len(ranks) > 1 and first.overdue is not None
+    return first.process_state in ("T", "t") or stands_out(first, going) or is_last
 
 
 def _ranks(state: JobState, stacks: dict[int, RankStack]) -> list[Hung]:

@@ -12,14 +12,14 @@ stacks taken, all ranks gone), so no handler has to know what follows it.
 
 Facts of an agent are applied once each, in the order of their numbers; those of another attempt than the current one are
 logged and decide nothing, but that ranks are gone. What a fact means belongs to the noun it is about: `rendezvous`,
-`attempt_start`, `progress`, `hang`, `attempt_end`, `case_machine`, `operator_requests`.
+`attempt_start`, `progress`, `hang`, `rank_exits`, `in_process`, `attempt_end`, `case_machine`, `operator_requests`.
 """
 
 from collections.abc import Callable
 
 from rsup.supervisor import wire
 from rsup.supervisor.actions import Action, SendOrder
-from rsup.supervisor.attempt_end import rank_exited, ranks_gone, reform, settle_stopping, succeed
+from rsup.supervisor.attempt_end import ranks_gone, reform, settle_stopping, succeed
 from rsup.supervisor.attempt_start import all_started, attempt_started, device_used, start_failed, store_bound
 from rsup.supervisor.case_machine import case_reported, late_case
 from rsup.supervisor.devices_known import devices_known
@@ -39,7 +39,10 @@ from rsup.supervisor.events import (
 )
 from rsup.supervisor.hang import overdue, settle_collecting, stacks_of_the_stopped, stacks_taken
 from rsup.supervisor.hardware.health_facts import health_seen
+from rsup.supervisor.in_process import entry_begun, rank_faulted
+from rsup.supervisor.open_restart import settle_in_process
 from rsup.supervisor.operator_requests import operator_asked, request_done, signal_received
+from rsup.supervisor.phases import rank_leaves
 from rsup.supervisor.progress import (
     checkpoint_committed,
     guess_first_step,
@@ -49,7 +52,9 @@ from rsup.supervisor.progress import (
     resumed_from,
     sections_observed,
 )
+from rsup.supervisor.rank_exits import rank_exited
 from rsup.supervisor.rendezvous import agent_joined, form, known_dead, lost
+from rsup.supervisor.saves import save_seen
 from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.workload_control import workload_control
@@ -109,6 +114,10 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.SectionsObserved: _row(sections_observed),
     wire.CheckpointCommitted: _row(checkpoint_committed),
     wire.ResumedFrom: _row(resumed_from),
+    wire.EntryBegun: _row(entry_begun),
+    wire.RankFaulted: _row(rank_faulted),
+    wire.SaveSeen: _row(save_seen),
+    wire.RankLeaves: _row(rank_leaves),
     wire.LimitsLoaded: _row(limits_loaded),
     wire.LimitsSet: _row(limits_set, ended=_log_only),
     wire.WorkloadControl: _row(workload_control, ended=_log_only),
@@ -226,6 +235,11 @@ def _settle_starting(turn: Turn) -> None:
         guess_first_step(turn)
 
 
+def _settle_running(turn: Turn) -> None:
+    if not _everyone_finished(turn):
+        settle_in_process(turn)
+
+
 def _everyone_finished(turn: Turn) -> bool:
     state = turn.state
     enough = not state.adopted or len(state.active) >= state.spec.min_nodes
@@ -242,7 +256,7 @@ def _nothing(turn: Turn) -> None:
 _SETTLE: dict[Phase, Callable[[Turn], object]] = {
     Phase.FORMING: form,
     Phase.STARTING: _settle_starting,
-    Phase.RUNNING: _everyone_finished,
+    Phase.RUNNING: _settle_running,
     Phase.COLLECTING: settle_collecting,
     Phase.STOPPING: settle_stopping,
     Phase.WAITING: _nothing,

@@ -27,6 +27,9 @@ class Sweep:
         due = [now_s + RETRY_S, self._sweep_at_s if states else now_s + RETRY_S]
         for state in states.values():
             due += [s for s in (state.deadline_s, state.last_call_s) if s is not None and state.phase is not Phase.ENDED]
+            restart = state.in_process.open
+            if state.phase is Phase.RUNNING and restart is not None and restart.deadline_s is not None:
+                due.append(restart.deadline_s)
         return min(due)
 
     def time_passes(self, batch: Batch) -> None:

@@ -1,22 +1,22 @@
 """What `/metrics` says, in Prometheus' text format 0.0.4 (https://prometheus.io/docs/instrumenting/exposition_formats/).
 
-`store_metrics` counts rows, `live_metrics` adds what only the running supervisor knows, `job_metrics` says for each live job
-what its owner may see; `render` makes the text. Series of single jobs exist only while these live.
+`store_metrics` counts rows, `live_metrics` adds what only the running supervisor knows, `job_metrics` and `training_metrics`
+say for each live job what its owner may see; `render` makes the text. Series of single jobs exist only while these live.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.states import Phase
 from rsup.supervisor.tables import attempts, events, incidents, jobs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = tuple(phase.value for phase in Phase)
-INCIDENT_KINDS = ("exit", "signal", "hang", "suspected-hang", "agent-lost", "start-failed")
+INCIDENT_KINDS = ("exit", "signal", "hang", "suspected-hang", "agent-lost", "start-failed", "in-process")
 
 Labels = Mapping[str, str]
 
@@ -94,6 +94,47 @@ def job_metrics(live_jobs: Sequence[Mapping[str, Any]], beat_ages_s: Mapping[str
             [(label, age) for label, age in ages if age is not None],
         ),
     ]
+
+
+def training_metrics(found: Sequence[tuple[RowMapping, Mapping[str, Any]]]) -> list[Metric]:
+    """Where the time of each live job went, and what it stands to lose; `found` is from `training_views.live_training`. What
+    is unknown has no sample."""
+    labels = [
+        {"cluster": row["cluster"], "owner": row["owner"], "id": row["job_id"], "run": str(row["run"])} for row, _ in found
+    ]
+    named = list(zip(labels, (training for _, training in found), strict=True))
+    parts = [
+        ({**label, "part": part}, took_s)
+        for label, training in named
+        for part, took_s in training["goodput"]["parts"].items()
+        if took_s is not None
+    ]
+
+    def one(name: str, text: str, value: Callable[[Mapping[str, Any]], float | None]) -> Metric:
+        samples = [(label, value(training)) for label, training in named]
+        return Metric(name, "gauge", text, [(label, number) for label, number in samples if number is not None])
+
+    return [
+        Metric("rsup_job_goodput_seconds", "gauge", "Wall time of a live job by what it went into; all parts add up.", parts),
+        one("rsup_job_goodput_ratio", "Productive time of a live job over its wall time.", lambda t: t["goodput"]["ratio"]),
+        one("rsup_job_at_risk_iterations", "Iterations since the newest durable checkpoint.", _field("at_risk", "iterations")),
+        one("rsup_job_at_risk_seconds", "About how long these iterations took.", _field("at_risk", "about_s")),
+        one("rsup_job_checkpoint_iteration", "Iteration of the newest durable checkpoint.", _field("durable", "iteration")),
+        one("rsup_job_local_checkpoint_iteration", "Iteration of the newest local one.", _field("local", "iteration")),
+        one("rsup_job_save_seconds", "How long a save has been under way.", _field("saving", "for_s")),
+        one("rsup_job_saves_failed", "Saves of a live job that have failed.", _field("saves", "failed")),
+        one("rsup_job_in_process_restarts", "In-process restarts of the attempt.", lambda t: t["in_process_restarts"]),
+    ]
+
+
+def _field(name: str, field: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a field of `work`, None where there is none."""
+
+    def read(training: Mapping[str, Any]) -> float | None:
+        found = training["work"][name]
+        return None if found is None else found[field]
+
+    return read
 
 
 def job_label(job: Mapping[str, Any]) -> str:

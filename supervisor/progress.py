@@ -4,9 +4,11 @@ from msgspec.structs import replace
 
 from rsup.supervisor.case_machine import passed_by
 from rsup.supervisor.events import AgentHeard
+from rsup.supervisor.re_entry import heard_from, resumed_in_process, see_beats
 from rsup.supervisor.records import CheckpointSaved, ResumeSaved, SectionSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.rendezvous import found
+from rsup.supervisor.saves import durable_seen
 from rsup.supervisor.section_limits import OUT_OF_SECTION, calculate, merge, take_over
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -51,6 +53,10 @@ def _renumber(turn: Turn, agent_id: str, agent: AgentState, acked_command: int) 
 
 def _beats(turn: Turn, agent_id: str, beats: list[RankBeat]) -> None:
     state = turn.state
+    if state.phase is Phase.COLLECTING:
+        for beat in beats:
+            if beat.rank in state.overdue and beat.iteration > state.overdue[beat.rank].iteration:
+                heard_from(turn, beat.rank)
     iterations = [beat.iteration for beat in beats]
     highest, lowest = max(iterations), min(iterations)
     if highest > state.attempt_iteration:
@@ -59,6 +65,7 @@ def _beats(turn: Turn, agent_id: str, beats: list[RankBeat]) -> None:
             iteration=max(state.iteration, highest),
             counts_iterations=True,
         )
+    see_beats(turn, agent_id, beats)
     agent = turn.state.agents[agent_id]
     if state.stepped or agent.stepped or agent.group_rank < 0 or len(beats) < agent.info.num_ranks or lowest <= 0:
         return
@@ -112,26 +119,33 @@ def checkpoint_committed(turn: Turn, agent_id: str, fact: CheckpointCommitted) -
         iteration=max(state.iteration, fact.iteration),
         attempt_iteration=max(state.attempt_iteration, fact.iteration),
         counts_iterations=True,
+        saves=durable_seen(state.saves, fact),
         stop=replace(state.stop, saved=True) if state.stop is not None else None,
+        resume_point=fact.iteration,
+        save_s=fact.duration_s or state.save_s,
     )
     text = f"checkpoint of iteration {fact.iteration} is durable: {fact.path} ({fact.duration_s:.2f} s)"
-    turn.log("CheckpointCommitted", text, at_us=fact.at_us, node=state.agents[agent_id].info.node)
+    data: dict[str, object] = {"iteration": fact.iteration, "path": fact.path, "duration_s": fact.duration_s}
+    turn.log("CheckpointCommitted", text, at_us=fact.at_us, node=state.agents[agent_id].info.node, data=data)
     passed_by(turn, fact.iteration)
 
 
 def resumed_from(turn: Turn, agent_id: str, fact: ResumedFrom) -> None:
     """The attempt goes on from that checkpoint: how much is done again is known exactly now.
 
-    The checkpoint may be one whose commit nobody lived to report; it is durable all the same.
+    The checkpoint may be one whose commit nobody lived to report; it is durable all the same, unless it is a local one.
     """
     state = turn.state
     turn.log("ResumedFrom", f"resumed from {fact.path}: {fact.iteration} iterations are done", at_us=fact.at_us)
     turn.record(ResumeSaved(state.key, fact.attempt, fact.iteration, fact.path, fact.at_us))
     if fact.attempt != state.attempt or state.current is None:
         return
-    current = replace(state.current, start_iteration=fact.iteration)
-    turn.record(current)
-    turn.change(current=current, checkpoint=max(state.checkpoint, fact.iteration))
+    current = state.current
+    if not resumed_in_process(turn, fact.iteration):
+        current = replace(current, start_iteration=fact.iteration)
+        turn.record(current)
+    turn.change(resume_point=fact.iteration)
+    turn.change(current=current, checkpoint=max(state.checkpoint, fact.iteration) if fact.durable else state.checkpoint)
     incident = state.incident
     if incident is not None and incident.attempt < state.attempt and incident.lost_iterations is not None:
         reached = incident.lost_iterations + max(0, state.checkpoint)

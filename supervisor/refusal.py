@@ -22,6 +22,8 @@ def refusal(state: JobState, spec: JobSpec, info: AgentInfo, by_id: bool) -> str
             f"job {state.key.job_id} has {ours}, {theirs}: give all nodes of a job the same, and each job an --rdzv-endpoint "
             "port of its own"
         )
+    if spec.phases != state.spec.phases:
+        return f"job {state.key.job_id} has other phases than this node asks for: give all nodes the same --phases file"
     if info.node_rank >= 0:
         for agent in state.agents.values():
             if agent.reachable and agent.info.node_rank == info.node_rank:

@@ -28,10 +28,12 @@ from rsup.supervisor.wire import (
     AgentInfo,
     AnyCommand,
     EndJob,
+    EndRanks,
     Hello,
     HostStore,
     JobSpec,
     Park,
+    RestartInProcess,
     SaveCheckpoint,
     StartAttempt,
     StopAttempt,
@@ -284,7 +286,7 @@ def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool, with_n
 
 def _harmless(command: AnyCommand) -> AnyCommand:
     """What a fenced agent still has to acknowledge must not start anything when it comes back; numbers stay without gaps."""
-    if isinstance(command, (HostStore, StartAttempt, TakeStacks, SaveCheckpoint)):
+    if isinstance(command, (HostStore, StartAttempt, RestartInProcess, EndRanks, TakeStacks, SaveCheckpoint)):
         return Park(command.sequence, "this node was taken for dead: it waits as a spare")
     return command
 

@@ -1,12 +1,13 @@
 """`rsup report`, and events and stacks for people: a job's story from the dicts of `views`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rsup.supervisor.case_text import accused_of, case_colour, verdict_of, what_followed
 from rsup.supervisor.exit_text import exit_lines
 from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, moment, percent, plural
 from rsup.supervisor.status_text import short_device, state_of
+from rsup.supervisor.training_text import at_risk_line, in_process_lines, time_table
 
 Json = Mapping[str, Any]
 HANGS = ("hang", "suspected-hang")
@@ -24,8 +25,8 @@ def report_text(status: Json, paint: Paint = PLAIN) -> str:
     parts += [_case(one, paint) for one in status["cases"]]
     if not status["incidents"] and not status["cases"]:
         parts.append("Nothing went wrong that rsup noticed.")
-    parts.append(_time(goodput))
-    parts.append(_checkpoints(status["checkpoints"], status["counts"]["checkpoints"]))
+    parts.append(_time(goodput, paint))
+    parts.append(_saved(status))
     return "\n\n".join(parts)
 
 
@@ -89,6 +90,8 @@ def _recovery(one: Json, job: Json, soft: bool) -> str:
         return f"{took} until every rank had stepped again"
     if soft:
         return "nothing was killed"
+    if one["kind"] == "in-process" and one["attempt"] < job["attempt"]:
+        return "none: the attempt ended"
     return "none: the job ended" if job["ended"] else "not yet"
 
 
@@ -98,22 +101,27 @@ def _lost(one: Json, soft: bool) -> str:
     return plural(one["lost_iterations"], "iteration") if one["lost_iterations"] else "nothing"
 
 
-def _time(goodput: Json) -> str:
+def _time(goodput: Json, paint: Paint) -> str:
     if goodput["ratio"] is None:
         return f"Time: {duration(goodput['wall_s'])} in all; no rank reported an iteration, so goodput is unknown."
-    return (
+    head = (
         f"Time: {duration(goodput['wall_s'])} in all, {duration(goodput['productive_s'])} of it training that was kept"
-        f" (goodput {percent(goodput['ratio'])}),\n  {duration(goodput['lost_s'])} lost to faults,"
-        f" {duration(goodput['down_s'])} starting, recovering and ending."
+        f" (goodput {percent(goodput['ratio'])})."
     )
+    return head + "\n" + "\n".join(f"  {line}" for line in time_table(goodput, paint=paint).splitlines())
 
 
-def _checkpoints(checkpoints: Sequence[Json], count: int) -> str:
-    if not checkpoints:
-        return "No checkpoint was reported."
-    last = checkpoints[-1]
-    which = f"the last of iteration {last['iteration']} at {moment(last['at'])}"
-    return f"{plural(count, 'checkpoint')}, {which}: {clean(last['path'])}"
+def _saved(status: Json) -> str:
+    count, work = status["counts"]["checkpoints"], status["work"]
+    lines = ["No checkpoint was reported."]
+    if work["durable"]:
+        last = work["durable"]
+        which = f"the last of iteration {last['iteration']} at {moment(last['at'])}"
+        lines = [f"{plural(count, 'checkpoint')}, {which}: {clean(last['path'])}"]
+    risk = at_risk_line(status)
+    lines += [risk[0].upper() + risk[1:] + "."] if risk else []
+    lines += [line[0].upper() + line[1:] for line in in_process_lines(status["in_process"])]
+    return "\n".join(lines)
 
 
 def event_line(event: Json, paint: Paint = PLAIN) -> str:

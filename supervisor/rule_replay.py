@@ -7,14 +7,15 @@ row, so each is played once, when it was last seen.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, and_, func, or_, select, tuple_
 
 from rsup.supervisor.hardware.device_machine import replay
-from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
-from rsup.supervisor.history_jobs import IN_CHUNK, chunks
+from rsup.supervisor.hardware.policy import HOUR_US, Policy
+from rsup.supervisor.hardware.suspicion_bound import RulesTried, Told, may_reach_suspicion
+from rsup.supervisor.history_jobs import chunks
 from rsup.supervisor.moments import DAY_US
 from rsup.supervisor.records import EvidenceSaved, JobKey, TransitionSaved
 from rsup.supervisor.tables import devices, evidence, jobs, transitions
@@ -25,12 +26,11 @@ MAX_EVIDENCE = 1_000_000
 MAX_SHOWN = 1000
 LEVELS = ("suspect", "quarantined", "in_repair")
 OUT = ("quarantined", "in_repair")
+KINDS = ("device", "node")
 SETTLED_US = 30 * DAY_US
 
 Json = dict[str, Any]
 _Subject = tuple[str, str]
-_Code = tuple[str, str, str]
-"""Kind, source and code of evidence."""
 
 
 class ReplayTooLarge(UsageError):
@@ -56,19 +56,25 @@ def replay_policy(
     """
     since_us = now_us - round(days * DAY_US)
     from_us = since_us - _reach_us(policy)
-    codes = _codes(connection, from_us, now_us)
-    if sum(codes.values()) > max_evidence:
+    when = evidence.c.last_us.between(from_us, now_us)  # what was refused is in it: only times are in an index
+    num_evidence = connection.execute(select(func.count()).where(when)).scalar_one()
+    if num_evidence > max_evidence:
         raise ReplayTooLarge(f"there are more than {max_evidence} pieces of evidence in that time; take fewer --days")
-    rules = {code: _rules(policy, code) for code in codes}
-    telling = {code for code, found in rules.items() if any(map(_may_move, found))}
-    suspicious = _may_be_suspect(connection, policy, {code: rules[code] for code in telling}, from_us, since_us, now_us)
-    rows = _evidence(connection, suspicious, telling, from_us, now_us)
+    rules = RulesTried(policy)
+    telling = _telling(connection, rules, from_us, now_us)
+    suspicious = {
+        subject
+        for subject, told in telling.items()
+        if may_reach_suspicion(told, rules, policy.suspect_score_of(subject[0]), since_us)
+    }
+    rows = _evidence(connection, rules, suspicious, from_us, now_us)
     generations = _generations(connection, policy, [name for kind, name in suspicious if kind == "device"])
     would: dict[_Subject, dict[str, int]] = {}
     drained: dict[_Subject, str] = {}
     for kind, name in sorted(suspicious):
-        told = rows[kind, name]
-        dossier, found = replay(kind, name, told, policy, now_us, generation=generations.get(name, ""))
+        told, generation = rows[kind, name], generations.get(name, "")
+        rule_of = rules.of_generation(kind, generation)
+        dossier, found = replay(kind, name, told, policy, now_us, generation=generation, rule_of=rule_of)
         if reached := _first_times(found, since_us):
             would[kind, name] = reached
             if dossier.saved.may_drain and not OUT_OF.isdisjoint(reached):
@@ -80,7 +86,7 @@ def replay_policy(
         for subject in sorted(would.keys() | did.keys())
     ]
     entries.sort(key=lambda entry: (_ORDER[entry["change"]], entry["kind"], entry["subject"]))
-    answer = {"policy": policy.name, "since": iso(since_us), "until": iso(now_us), "num_evidence": sum(codes.values())}
+    answer = {"policy": policy.name, "since": iso(since_us), "until": iso(now_us), "num_evidence": num_evidence}
     return {**answer, "counts": _counts(entries), "subjects": entries[:limit], "truncated": len(entries) > limit}
 
 
@@ -97,91 +103,72 @@ def _reach_us(policy: Policy) -> int:
     return round(hours * HOUR_US)
 
 
-def _codes(connection: Connection, from_us: int, to_us: int) -> dict[_Code, int]:
-    """How often each kind of evidence was seen in that time."""
-    columns = (evidence.c.kind, evidence.c.source, evidence.c.code)
-    query = select(*columns, func.count()).where(_in_time(from_us, to_us)).group_by(*columns)
-    return {(kind, source, code): count for kind, source, code, count in connection.execute(query)}
-
-
 def _in_time(from_us: int, to_us: int) -> Any:
     return and_(evidence.c.last_us >= from_us, evidence.c.last_us <= to_us, evidence.c.effect == "counted")
 
 
-def _may_be_suspect(
-    connection: Connection, policy: Policy, rules: Mapping[_Code, Sequence[Rule]], from_us: int, since_us: int, to_us: int
-) -> set[_Subject]:
-    """Subjects with telling evidence since then, all of which might add up to suspicion: by a rule at once, by enough of one
-    rule, or by all weights together, whatever the time between them and the generation of the device. For the others nothing
-    need be played."""
-    columns = (evidence.c.kind, evidence.c.subject, evidence.c.source, evidence.c.code)
-    episodes, last = func.count(evidence.c.episode.distinct()), func.max(evidence.c.last_us)
-    sums: dict[_Subject, float] = defaultdict(float)
-    numbers: dict[tuple[_Subject, str], int] = defaultdict(int)
-    found: set[_Subject] = set()
-    recent: set[_Subject] = set()
-    for chunk in chunks(sorted(rules), IN_CHUNK // 3):
-        query = select(*columns, episodes, last).where(_in_time(from_us, to_us), _CODE.in_(chunk)).group_by(*columns)
-        for kind, name, source, code, count, last_us in connection.execute(query):
-            subject = (kind, name)
-            if last_us >= since_us:
-                recent.add(subject)
-            for rule in rules[kind, source, code]:
-                numbers[subject, rule.name] += count
-                sums[subject] += rule.weight * count
-                enough = rule.repeat in LEVELS and numbers[subject, rule.name] >= rule.repeat_count
-                if rule.first in LEVELS or enough or sums[subject] >= policy.suspect_score_of(kind):
-                    found.add(subject)
-    return found & recent
+def _named_by(rules: RulesTried) -> Any:
+    """What a rule that may move something names, by source and code: there is no index for these, so that the one of times is
+    used. A little more than that may be found."""
+    moving = [rule for rule in rules.policy.rules if rule.may_move]
+    sources = sorted({rule.source for rule in moving if not rule.codes})
+    named = {(rule.source, code) for rule in rules.policy.rules for code in rule.codes}
+    inert = {(source, code) for source, code in named if not any(rules.may_move(kind, source, code) for kind in KINDS)}
+    codes = sorted(named - inert)
+    whole = and_(evidence.c.source.in_(sources), _CODE.not_in(sorted(inert)))
+    return or_(whole, _CODE.in_(codes))
 
 
-def _may_move(rule: Rule) -> bool:
-    return bool(rule.weight or rule.repeat or rule.first != "note")
+_CODE = tuple_(evidence.c.source, evidence.c.code)
 
 
-def _rules(policy: Policy, code: _Code) -> list[Rule]:
-    """The rules that may apply to that kind of evidence, on any generation."""
-    found = {(rule := policy.rule(*code, generation)).name: rule for generation in ("", *policy.generations)}
-    return list(found.values())
-
-
-def _evidence(
-    connection: Connection, wanted: Iterable[_Subject], telling: Iterable[_Code], from_us: int, to_us: int
-) -> dict[_Subject, list[EvidenceSaved]]:
-    """Evidence by subject, with the keys of its jobs; without what moves nothing by itself, and ties no episodes together."""
-    names = [name for name in EvidenceSaved.__struct_fields__ if name != "job"]
-    columns = select(evidence.c.job, *(evidence.c[name] for name in names)).where(_in_time(from_us, to_us))
-    if len(codes := sorted(telling)) <= IN_CHUNK:
-        columns = columns.where(or_(evidence.c.job.is_not(None), evidence.c.source == "test", _CODE.in_(codes)))
-    keys = _JobKeys(connection)
-    found: dict[_Subject, list[EvidenceSaved]] = defaultdict(list)
-    for kind in ("device", "node"):
-        for chunk in chunks(sorted(name for one, name in wanted if one == kind)):
-            query = columns.where(evidence.c.kind == kind, evidence.c.subject.in_(chunk))
-            for job, *values in connection.execute(query):
-                row = EvidenceSaved(**dict(zip(names, values, strict=True)), job=keys.of(job))
-                found[row.kind, row.subject].append(row)
+def _telling(connection: Connection, rules: RulesTried, from_us: int, to_us: int) -> dict[_Subject, list[Told]]:
+    """By subject, what could move it, in order of time."""
+    columns = (evidence.c.kind, evidence.c.subject, evidence.c.source, evidence.c.code, evidence.c.last_us, evidence.c.share)
+    found: dict[_Subject, list[Told]] = defaultdict(list)
+    for kind, name, source, code, *more in connection.execute(
+        select(*columns).where(_in_time(from_us, to_us), _named_by(rules))
+    ):
+        if rules.may_move(kind, source, code):
+            found[kind, name].append(Told(kind, source, code, *more))
+    for told_of_one in found.values():
+        told_of_one.sort(key=lambda one: one.last_us)
     return found
 
 
-_CODE = tuple_(evidence.c.kind, evidence.c.source, evidence.c.code)
+def _evidence(
+    connection: Connection, rules: RulesTried, wanted: Iterable[_Subject], from_us: int, to_us: int
+) -> dict[_Subject, list[EvidenceSaved]]:
+    """Evidence by subject, with the keys of its jobs; without what moves nothing by itself, and ties no episodes together."""
+    matters = or_(evidence.c.job.is_not(None), evidence.c.source == "test", _named_by(rules))
+    columns = select(*(evidence.c[name] for name in _PLAYED), evidence.c.job).where(_in_time(from_us, to_us), matters)
+    rows: list[Any] = []
+    for kind in KINDS:
+        for chunk in chunks(sorted(name for one, name in wanted if one == kind)):
+            rows += connection.execute(columns.where(evidence.c.kind == kind, evidence.c.subject.in_(chunk))).all()
+    keys = _job_keys(connection, {row[-1] for row in rows if row[-1] is not None})
+    found: dict[_Subject, list[EvidenceSaved]] = defaultdict(list)
+    for *values, job in rows:
+        one = EvidenceSaved(**dict(zip(_PLAYED, values, strict=True)), first_us=0, recorded_us=0, job=keys.get(job))
+        if job is not None or one.source == "test" or rules.may_move(one.kind, one.source, one.code):
+            found[one.kind, one.subject].append(one)
+    return found
 
 
-class _JobKeys:
-    """Keys of jobs by `jobs.id`, each read once."""
+_PLAYED = (
+    *("kind", "subject", "fingerprint", "source", "code", "episode", "last_us"),
+    *("count", "weight", "case_id", "principal", "effect", "share"),
+)
+"""What the machine looks at; texts would only be reasons, which nobody asks for here."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._found: dict[int, JobKey | None] = {}
 
-    def of(self, number: int | None) -> JobKey | None:
-        if number is None:
-            return None
-        if number not in self._found:
-            query = select(jobs.c.cluster, jobs.c.owner, jobs.c.job_id, jobs.c.run).where(jobs.c.id == number)
-            row = self._connection.execute(query).first()
-            self._found[number] = JobKey(*row) if row is not None else None
-        return self._found[number]
+def _job_keys(connection: Connection, numbers: Collection[int]) -> dict[int | None, JobKey]:
+    """By `jobs.id`."""
+    found: dict[int | None, JobKey] = {}
+    for chunk in chunks(sorted(numbers)):
+        query = select(jobs.c.id, jobs.c.cluster, jobs.c.owner, jobs.c.job_id, jobs.c.run).where(jobs.c.id.in_(chunk))
+        found |= {number: JobKey(*key) for number, *key in connection.execute(query)}
+    return found
 
 
 def _generations(connection: Connection, policy: Policy, uuids: Sequence[str]) -> dict[str, str]:

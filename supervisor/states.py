@@ -11,7 +11,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rsup.supervisor.rank_states import InProcess as InProcess
+from rsup.supervisor.rank_states import OpenRestart as OpenRestart
+from rsup.supervisor.rank_states import RankExit as RankExit
 from rsup.supervisor.records import AttemptSaved, CaseSaved, IncidentSaved, JobKey, JobSaved
+from rsup.supervisor.save_states import Saves as Saves
 from rsup.supervisor.wire import (
     AgentInfo,
     AnyCommand,
@@ -20,9 +24,9 @@ from rsup.supervisor.wire import (
     JobResult,
     JobSpec,
     Limits,
+    RankLeaves,
     RankOverdue,
     RankStack,
-    RejectedResult,
     RsupError,
     SectionSeen,
 )
@@ -62,24 +66,6 @@ class Role(StrEnum):
     """Not heard of (since `heard_us`); its ranks may be alive."""
     GONE = "gone"
     """Known dead, fenced, or left: no rank of it is alive."""
-
-
-class RankExit(Struct, frozen=True):
-    """How a rank of the current attempt ended. `order` counts the exits of the attempt as they became known."""
-
-    order: int
-    exit_code: int
-    at_us: int
-    signal: int = 0
-    by_us: str = ""
-    iteration: int = 0
-    section: str = ""
-    error: str = ""
-    log_tail: str = ""
-    declared: int = 0
-    declared_reason: str = ""
-    rejected: list[RejectedResult] = []
-    killer: str = ""
 
 
 class AgentState(Struct, frozen=True, kw_only=True):
@@ -150,6 +136,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     section: str = ""
     rank: int | None = None
     node: str = ""
+    error: str = ""
+    """What the rank said, where it did not end by itself: tells equal failures."""
 
 
 class StopRequest(Struct, frozen=True, kw_only=True):
@@ -260,12 +248,14 @@ class JobState(Struct, frozen=True, kw_only=True):
     """Highest of the attempt."""
     checkpoint: int = -1
     """Iteration of the newest durable checkpoint, -1: none."""
+    saves: Saves = Saves()
     failure: Failure | None = None
     stop: StopRequest | None = None
     overdue: dict[int, RankOverdue] = {}
     """Expired limits of the attempt, the first of each rank."""
     suspected: list[str] = []
     """Limits whose expiry has been reported without killing, in this attempt."""
+    in_process: InProcess = InProcess()
     shut_down: str = ""
     """Why no attempt follows if this one fails: a rank asked for that."""
     incident: IncidentSaved | None = None
@@ -297,6 +287,18 @@ class JobState(Struct, frozen=True, kw_only=True):
     """How the run before this one ended, for those of its agents that have not heard."""
     ended_us: int | None = None
     reason: str = ""
+    left: RankLeaves | None = None
+    """How the ranks of the current attempt leave on purpose, once they have said so."""
+    resume_point: int = 0
+    """Iterations that are done where the ranks go on next: of the newest checkpoint, or of the one that they found."""
+    save_s: float = 0.0
+    """How long the newest durable save took."""
+    phase_number: int = 0
+    """Of the attempt, in `spec.phases`."""
+    phase_samples: dict[int, int] = {}
+    """Samples consumed where a phase was left, by its iteration."""
+    phase_hops: int = 0
+    """Changes of phase in a row that brought the job no further."""
 
     @property
     def active(self) -> list[tuple[str, AgentState]]:
@@ -336,7 +338,16 @@ def rebased(state: JobState, now_s: float) -> JobState:
         started_s=state.started_s + shift_s,
         deadline_s=None if state.deadline_s is None else state.deadline_s + shift_s,
         last_call_s=None if state.last_call_s is None else state.last_call_s + shift_s,
+        in_process=_shifted(state.in_process, shift_s),
     )
+
+
+def _shifted(in_process: InProcess, shift_s: float) -> InProcess:
+    restart = in_process.open
+    if restart is not None:
+        deadline_s = None if restart.deadline_s is None else restart.deadline_s + shift_s
+        restart = replace(restart, deadline_s=deadline_s, latest_s=restart.latest_s + shift_s)
+    return replace(in_process, fault_s=in_process.fault_s + shift_s, open=restart)
 
 
 def job_record(state: JobState, now_us: int) -> JobSaved:

@@ -5,6 +5,7 @@ from typing import Any
 
 from rsup.supervisor.case_text import cases_text
 from rsup.supervisor.render import PLAIN, STATE_COLOURS, Paint, clean, duration, moment, percent, plural, table
+from rsup.supervisor.training_text import time_table, work_lines
 
 Json = Mapping[str, Any]
 
@@ -41,7 +42,7 @@ def jobs_text(jobs: Sequence[Json], width: int | None = None, paint: Paint = PLA
 
 
 def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
-    """Header, what looks stuck, ranks, incidents, last checkpoint."""
+    """Header, what looks stuck, ranks, incidents, checkpoints and what is at risk, where the time went."""
     job = status["job"]
     if "ranks" not in status:
         return f"job {clean(job['name'])} of {clean(job['owner'])}: {job['state']} (only its owner and operators see more)"
@@ -52,7 +53,9 @@ def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) ->
         parts += ["", _incidents(status, width, paint)]
     if status["cases"]:
         parts += ["", cases_text(status["cases"][-MAX_CASES:], width, paint)]
-    parts += ["", _last_checkpoint(status["checkpoints"])]
+    parts += ["", *work_lines(status, paint)]
+    if status["goodput"]["ratio"] is not None:
+        parts += ["", time_table(status["goodput"], width, paint)]
     return "\n".join(parts)
 
 
@@ -150,10 +153,3 @@ def _incidents(status: Json, width: int | None, paint: Paint) -> str:
     if count > len(rows):
         text += f"\nthe newest {len(rows)} of {count} incidents; `rsup report` tells more"
     return text
-
-
-def _last_checkpoint(checkpoints: Sequence[Json]) -> str:
-    if not checkpoints:
-        return "no checkpoint reported"
-    last = checkpoints[-1]
-    return f"last checkpoint: iteration {last['iteration']} at {moment(last['at'])}, {clean(last['path'])}"

@@ -1,6 +1,6 @@
 """A job's story from the store: events, incidents, stacks. See `views` for what holds of every view."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, select
@@ -8,6 +8,7 @@ from sqlalchemy import Connection, RowMapping, select
 from rsup.supervisor.exit_views import failed_exits
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.tables import events, incidents
+from rsup.supervisor.training_views import in_process_rows
 from rsup.supervisor.view_times import iso, seconds_between
 
 NO_STACKS = "no stacks were taken: they are when a limit expires, a rank fails of a timeout, or one does not die of SIGTERM"
@@ -43,6 +44,12 @@ def list_incidents(
     return [incident_fields(row, exits, with_stacks) for row in reversed(rows)]
 
 
+def mark_cured(found: list[dict[str, Any]], cured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Say of each incident whether an in-process restart cured it (`training_views.in_process_rows`)."""
+    numbers = {row["incident"] for row in cured}
+    return [{**one, "in_process": one["incident"] in numbers} for one in found]
+
+
 def page_of_incidents(
     connection: Connection, job: FoundJob, *, after: int = 0, limit: int = 100
 ) -> tuple[list[dict[str, Any]], int | None]:
@@ -51,7 +58,8 @@ def page_of_incidents(
     rows = connection.execute(query.order_by(incidents.c.incident).limit(limit + 1)).mappings().all()
     shown = rows[:limit]
     exits = failed_exits(connection, job, {row["attempt"] for row in shown})
-    return [incident_fields(row, exits) for row in shown], shown[-1]["incident"] if len(rows) > limit else None
+    items = mark_cured([incident_fields(row, exits) for row in shown], in_process_rows(connection, job.id))
+    return items, shown[-1]["incident"] if len(rows) > limit else None
 
 
 def incident_fields(row: RowMapping, exits: Mapping[int, list[dict[str, Any]]], with_stacks: bool = True) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.case_views import job_cases
-from rsup.supervisor.goodput import AttemptTimes, goodput
+from rsup.supervisor.goodput_views import goodputs, iteration_of
 from rsup.supervisor.job_selector import FoundJob
-from rsup.supervisor.states import JobState, Phase, StateUnreadable, decode
-from rsup.supervisor.story_views import list_incidents
+from rsup.supervisor.states import JobState, Phase
+from rsup.supervisor.story_views import list_incidents, mark_cured
 from rsup.supervisor.tables import attempts, beats, cases, checkpoints, incidents, jobs, ranks, sections
+from rsup.supervisor.training_views import in_process_fields, in_process_rows, left_fields, machine_state, work_fields
 from rsup.supervisor.view_times import iso, seconds_between
 from rsup.supervisor.waiting_view import waiting_for
 
@@ -115,27 +116,35 @@ def job_status(
     seen = None if fields["state"] == "ended" else live
     snapshot = seen or stored_beats(connection, job)
     rank_rows = job_ranks(connection, job, snapshot)
-    state = _machine_state(row["state"])
+    state = machine_state(row["state"])
     fields["waiting_for"] = waiting_for(state, row["updated_us"], now_us) if state is not None else ""
     current = [rank["iteration"] for rank in rank_rows if rank["beat_age_s"] is not None and rank["iteration"]]
     if current and fields["state"] == "running":
         fields["iteration"] = min(current)
+    reached = min(current, default=0) if fields["state"] == "running" else 0
+    goodput = goodputs(connection, [row], {job.id: state}, now_us, {job.id: reached})[job.id]
+    cured = in_process_rows(connection, job.id)
+    saved = list_checkpoints(connection, job)
     return {
         "job": fields,
         "supervisor": supervisor,
-        "attempts": [attempt_fields(entry) for entry in tries[-MAX_ATTEMPTS:]],
+        "attempts": [attempt_fields(entry, state, cured) for entry in tries[-MAX_ATTEMPTS:]],
         "ranks": rank_rows,
         "beats_at": iso(snapshot.at_us) if snapshot else None,
-        "incidents": found,
+        "incidents": mark_cured(found, cured),
         "suspects": _suspects(fields, found, rank_rows),
-        "checkpoints": list_checkpoints(connection, job),
+        "checkpoints": saved,
+        "work": work_fields(fields, state, _newest(saved), goodput["iteration_s"], now_us, reached),
+        "in_process": in_process_fields(state, cured, fields["attempt"]),
+        "left": left_fields(state),
         "cases": job_cases(connection, job),
         "sections": list_sections(connection, job),
         "standbys": _standbys(state),
-        "goodput": goodput(row["created_us"], row["ended_us"], _attempt_times(connection, job, tries), now_us),
+        "goodput": goodput,
         "counts": {
             "attempts": len(tries),
             "free_restarts": 0 if state is None else state.free_restarts,
+            "in_process_restarts": len(cured),
             "incidents": _counts(connection, incidents.c.job, [job.id]).get(job.id, 0),
             "checkpoints": _counts(connection, checkpoints.c.job, [job.id]).get(job.id, 0),
             "cases": _counts(connection, cases.c.job, [job.id]).get(job.id, 0),
@@ -172,17 +181,9 @@ def job_ranks(connection: Connection, job: FoundJob, snapshot: LiveBeats | None)
 
 def _ended_at(connection: Connection, job: FoundJob) -> dict[tuple[int, int], int]:
     """Iterations at which ranks of the newest attempt ended, by attempt and rank: the last beats were kept a while before."""
-    state = _machine_state(connection.execute(select(jobs.c.state).where(jobs.c.id == job.id)).scalar())
+    state = machine_state(connection.execute(select(jobs.c.state).where(jobs.c.id == job.id)).scalar())
     exits = [exit_ for agent in state.agents.values() for exit_ in agent.exits.items()] if state is not None else []
     return {(state.attempt, rank): exit_.iteration for rank, exit_ in exits if exit_.iteration} if state is not None else {}
-
-
-def _machine_state(data: bytes | None) -> JobState | None:
-    """The machine's state, None where it is not for us to read."""
-    try:
-        return decode(data) if data else None
-    except StateUnreadable:
-        return None
 
 
 def _rank_fields(row: RowMapping, beat: Fields | None, phase: str, ended_at: int | None) -> dict[str, Any]:
@@ -212,8 +213,9 @@ def _age(beat: Fields | None, name: str, ended: bool) -> float | None:
     return None if age_s is None or age_s < 0 else float(age_s)
 
 
-def attempt_fields(row: RowMapping) -> dict[str, Any]:
-    """An attempt, from a row of `attempts`. `start_s`: from its start until every rank had stepped."""
+def attempt_fields(row: RowMapping, state: JobState | None, cured: Sequence[Fields]) -> dict[str, Any]:
+    """An attempt, from a row of `attempts`. `start_s`: from its start until every rank had stepped. `cured`: incidents of the
+    job that an in-process restart has cured."""
     return {
         "attempt": row["attempt"],
         "started": iso(row["started_us"]),
@@ -226,7 +228,8 @@ def attempt_fields(row: RowMapping) -> dict[str, Any]:
         "outcome": row["outcome"],
         "reason": row["reason"],
         "start_iteration": row["start_iteration"],
-        "last_iteration": row["last_iteration"],
+        "last_iteration": iteration_of(row, state),
+        "in_process_restarts": sum(one["attempt"] == row["attempt"] for one in cured),
     }
 
 
@@ -250,6 +253,11 @@ def list_checkpoints(connection: Connection, job: FoundJob) -> list[dict[str, An
     ]
 
 
+def _newest(saved: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    names = ("attempt", "iteration", "path", "at")
+    return {name: saved[-1][name] for name in names} if saved else None
+
+
 def list_sections(connection: Connection, job: FoundJob) -> list[dict[str, Any]]:
     """Limits in force and what was observed, by name."""
     rows = connection.execute(select(sections).where(sections.c.job == job.id).order_by(sections.c.section)).mappings()
@@ -260,14 +268,6 @@ def list_sections(connection: Connection, job: FoundJob) -> list[dict[str, Any]]
 def _attempt_rows(connection: Connection, job: FoundJob) -> list[RowMapping]:
     query = select(attempts).where(attempts.c.job == job.id).order_by(attempts.c.attempt)
     return list(connection.execute(query).mappings())
-
-
-def _attempt_times(connection: Connection, job: FoundJob, rows: Sequence[RowMapping]) -> list[AttemptTimes]:
-    query = select(incidents.c.attempt, func.min(incidents.c.at_us)).group_by(incidents.c.attempt)
-    query = query.where(incidents.c.job == job.id, incidents.c.kind != "suspected-hang")
-    faults = {attempt: at_us for attempt, at_us in connection.execute(query)}
-    names = ("attempt", "started_us", "first_step_us", "stopped_us", "start_iteration", "last_iteration")
-    return [AttemptTimes(**{name: row[name] for name in names}, fault_us=faults.get(row["attempt"])) for row in rows]
 
 
 def _suspects(job: Fields, found: Sequence[Fields], rank_rows: Sequence[Fields]) -> list[dict[str, Any]]:

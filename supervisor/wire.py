@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 RELEASE = "0.1.0"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 OLDEST_WIRE_VERSION = WIRE_VERSION - 2
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_TEXT_CHARS = 64 * 1024
@@ -153,6 +153,30 @@ class RestartPolicy(Struct, frozen=True):
     """`restart`, `report`, or `auto`: restart if the expired limit was configured or enforced, else report."""
 
 
+class InProcessPolicy(Struct, frozen=True):
+    """When ranks restart in their processes, and when that becomes a restart of the processes. Counts are per attempt; a fault
+    that comes after the job got further than ever before counts from 1."""
+
+    restart_within_s: float = 60.0
+    """From the fault until every rank has entered again; a new process has, in addition, as long as the first ones took."""
+    max_restarts: int | None = None
+    """None: as many as there is reason for. 0: never."""
+    identical_limit: int = 3
+    """So many equal faults end the attempt. 0: any number does not."""
+    no_progress_limit: int = 10
+    """So many faults of any kind. 0: any number does not."""
+
+
+class PhaseSpec(Struct, frozen=True):
+    """A stretch of the training. Its arguments and environment stay with the agents: they may hold secrets."""
+
+    until_iteration: int = 0
+    """After how many iterations of the job it is over; 0: it is the last one."""
+    name: str = ""
+    digest: str = ""
+    """Of its configuration: all nodes must have the same."""
+
+
 class JobSpec(Struct, frozen=True):
     """What one `rsup launch` asks for. All agents of a job hand in the same, but for `node_rank`."""
 
@@ -170,6 +194,7 @@ class JobSpec(Struct, frozen=True):
     """Script and arguments with secrets redacted, for people to read; never executed by the supervisor."""
     limits: Limits = Limits()
     policy: RestartPolicy = RestartPolicy()
+    in_process: InProcessPolicy = InProcessPolicy()
     stop_grace_s: float = 30.0
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
@@ -185,6 +210,8 @@ class JobSpec(Struct, frozen=True):
     port."""
     preferred_id: str = ""
     """Without `job_id`: the id of the job unless a live one has it, then one is generated (SLURM's job number)."""
+    phases: list[PhaseSpec] = []
+    """Stretches of the training, each with a configuration of its own; empty: it has one."""
 
 
 class AgentInfo(Struct, frozen=True):
@@ -228,6 +255,9 @@ class JobResult(Struct, frozen=True):
 
 VERDICTS = ("transient", "persistent", "application", "corrupted state", "undecided")
 """What a case can end with; DESIGN.md section 6 says what each means."""
+FAULT_KINDS = ("exception", "soft-timeout", "interrupted", "finalize", "health-check")
+"""How an entry into the training function may end early: `interrupted` by another rank's fault, or not fit to enter again."""
+LEAVE_KINDS = ("signal", "request", "duration", "deadline", "interval", "phase", "finished")
 CASE_ACTIONS = ("continue", "skip", "restart", "elsewhere", "leave")
 """What the ranks do after a report: go on with the replay's gradients; leave the iteration out; end and start again from the
 last checkpoint; end (16) and run the iteration on another device, or go on without the accused one; end (17)."""
@@ -277,7 +307,8 @@ class CaseReport(Struct, frozen=True):
     tried: dict[int, list[str]] = {}
     """Devices on which a rank's iteration was computed and rejected, by rank: it is to run on none of them again."""
     checkpoint: str = ""
-    """The checkpoint that holds the iteration's data, from which another placement repeats it."""
+    """The folder with the iteration's data, parameters and random numbers (`worker.rerun.kept_step`), for
+    `rsup devices test --replay`; empty: nothing is kept."""
     data_position: dict[str, int] = {}
     """Where the iteration's data is: `consumed_samples` and the like."""
     found_by: str = "check"
@@ -438,11 +469,75 @@ class CheckpointCommitted(Fact, frozen=True):
 
 
 class ResumedFrom(Fact, frozen=True):
-    """The training of this attempt goes on from a checkpoint: `iteration` iterations are done. Reported by one rank."""
+    """The training of this attempt goes on from a checkpoint: `iteration` iterations are done. Reported by one rank.
+
+    `durable`: not a non-persistent local one, which can be lost with a node.
+    """
 
     attempt: int
     iteration: int
     path: str
+    durable: bool = True
+
+
+class EntryBegun(Fact, frozen=True):
+    """Under in-process restart a rank has entered its training function, for the `entry`-th time in this attempt (first: 1).
+
+    `joined`: a new process, in the place of one that died. `took_s`: from the fault it knows of to now; 0 where it knows none.
+    """
+
+    attempt: int
+    rank: int
+    entry: int
+    joined: bool = False
+    took_s: float = 0.0
+    reserves: int = 0
+    """Ranks beyond those that compute. With some, a dead rank's place is taken by one of them: nobody else replaces it."""
+
+
+class RankFaulted(Fact, frozen=True):
+    """A fault that ended a rank's entry into the training function, and not its process.
+
+    `kind`: one of `FAULT_KINDS`. `signature`: equal for equal faults (type and message without numbers). `victim`: only the
+    connection to another rank broke, or another rank's fault interrupted it.
+    """
+
+    attempt: int
+    rank: int
+    entry: int
+    kind: str
+    text: str
+    traceback: str = ""
+    signature: str = ""
+    iteration: int = 0
+    victim: bool = False
+
+
+class SaveSeen(Fact, frozen=True):
+    """What became of a save, other than durable (that is `CheckpointCommitted`). `stage`: `begun`, `local` (a non-persistent
+    one is complete) or `failed` (with the reason in `text`). `stall_s`: how long training stood still for it."""
+
+    attempt: int
+    iteration: int
+    stage: str
+    path: str = ""
+    stall_s: float = 0.0
+    text: str = ""
+
+
+class RankLeaves(Fact, frozen=True):
+    """The training loop leaves on purpose after `iteration`. `kind`: one of `LEAVE_KINDS`. Reported by rank 0, before it exits.
+
+    `phase`: the phase that is over (0: the first) where `kind` is `phase`, `consumed_samples` its end in samples.
+    """
+
+    attempt: int
+    iteration: int
+    kind: str
+    reason: str
+    durable: bool
+    consumed_samples: int = 0
+    phase: int = 0
 
 
 class LimitsLoaded(Fact, frozen=True):
@@ -552,6 +647,10 @@ AnyFact = (
     | SectionsObserved
     | CheckpointCommitted
     | ResumedFrom
+    | EntryBegun
+    | RankFaulted
+    | SaveSeen
+    | RankLeaves
     | LimitsLoaded
     | LimitsSet
     | WorkloadControl
@@ -649,6 +748,21 @@ class AvoidedDevice(Struct, frozen=True):
     ordinal: int = -1
 
 
+class PhaseStart(Struct, frozen=True):
+    """The phase that an attempt is in: `number` (0: the first) of `count`, of `JobSpec.phases`.
+
+    `iteration_offset` and `sample_offset`: what the job had done and consumed where the phase begins (-1: not known).
+    `until_iteration`: where it ends, 0: with the training.
+    """
+
+    number: int
+    count: int
+    name: str = ""
+    iteration_offset: int = 0
+    sample_offset: int = -1
+    until_iteration: int = 0
+
+
 class StartAttempt(Command, frozen=True):
     """Start this node's ranks: global ranks `first_rank` .. `first_rank + num_ranks - 1`. `epoch` is the attempt's."""
 
@@ -672,6 +786,9 @@ class StartAttempt(Command, frozen=True):
     """This node's ranks among those of its role, and how many have it. 0: all ranks have one role."""
     restarts_spent: int = -1
     """Restarts that count, so far; -1: every attempt but the first was one."""
+    phase: PhaseStart | None = None
+    save_s: float = 0.0
+    """How long the job's newest durable save took, 0: none did."""
 
 
 class StopAttempt(Command, frozen=True):
@@ -681,6 +798,30 @@ class StopAttempt(Command, frozen=True):
     attempt: int
     grace_s: float
     stacks_within_s: float = 0.0
+
+
+class RestartInProcess(Command, frozen=True):
+    """Ranks of the attempt leave their training function and enter it again, in their processes.
+
+    `failed`: global ranks that had a fault, in that `entry` (0: whichever is theirs). `gone`: those of them whose process is
+    dead, and `deaths` which process of the rank in this attempt that was (1: the first). `replace`: ranks of this node among
+    `gone` for which the agent starts a new process that joins the attempt, after what the dead ones left behind is killed; it
+    finds its number among `deaths` in `RSUP_JOIN`.
+    """
+
+    attempt: int
+    failed: list[int]
+    gone: list[int] = []
+    replace: list[int] = []
+    deaths: list[int] = []
+    entry: int = 0
+
+
+class EndRanks(Command, frozen=True):
+    """Kill (SIGKILL) these global ranks of this node, whose processes are stuck. The others go on; deaths are reported."""
+
+    attempt: int
+    ranks: list[int]
 
 
 class TakeStacks(Command, frozen=True):
@@ -721,7 +862,19 @@ class EndJob(Command, frozen=True):
     """Text for the terminal: what failed, where, why; empty after success."""
 
 
-AnyCommand = HostStore | StartAttempt | StopAttempt | TakeStacks | SaveCheckpoint | StopTraining | SetLimits | Park | EndJob
+AnyCommand = (
+    HostStore
+    | StartAttempt
+    | StopAttempt
+    | RestartInProcess
+    | EndRanks
+    | TakeStacks
+    | SaveCheckpoint
+    | StopTraining
+    | SetLimits
+    | Park
+    | EndJob
+)
 
 
 class SupervisorInfo(Struct, frozen=True):
@@ -794,11 +947,15 @@ class RankCheckpoint(Struct, frozen=True, tag=True):
 
 
 class RankResumed(Struct, frozen=True, tag=True):
-    """Training goes on from a checkpoint of `iteration`; `limits`: those kept with it, None where there were none."""
+    """Training goes on from a checkpoint of `iteration`; `limits`: those kept with it, None where there were none.
+
+    `durable`: as in `ResumedFrom`.
+    """
 
     iteration: int
     path: str
     limits: Limits | None = None
+    durable: bool = True
 
 
 class RankDeclares(Struct, frozen=True, tag=True):
@@ -818,6 +975,48 @@ class RankRequestDone(Struct, frozen=True, tag=True):
 class RankNote(Struct, frozen=True, tag=True):
     level: str
     text: str
+
+
+class RankEntered(Struct, frozen=True, tag=True):
+    """As `EntryBegun`."""
+
+    entry: int
+    joined: bool = False
+    took_s: float = 0.0
+    reserves: int = 0
+
+
+class RankFault(Struct, frozen=True, tag=True):
+    """As `RankFaulted`."""
+
+    entry: int
+    kind: str
+    text: str
+    traceback: str = ""
+    signature: str = ""
+    iteration: int = 0
+    victim: bool = False
+
+
+class RankSave(Struct, frozen=True, tag=True):
+    """As `SaveSeen`."""
+
+    iteration: int
+    stage: str
+    path: str = ""
+    stall_s: float = 0.0
+    text: str = ""
+
+
+class RankLeaving(Struct, frozen=True, tag=True):
+    """As `RankLeaves`."""
+
+    iteration: int
+    kind: str
+    reason: str
+    durable: bool
+    consumed_samples: int = 0
+    phase: int = 0
 
 
 class RankCase(Struct, frozen=True, tag=True):
@@ -846,6 +1045,10 @@ RankToAgent = (
     | RankDeclares
     | RankRequestDone
     | RankNote
+    | RankEntered
+    | RankFault
+    | RankSave
+    | RankLeaving
     | RankCase
     | RankSetsLimits
     | RankControls
@@ -873,7 +1076,18 @@ class CaseStored(Struct, frozen=True, tag=True):
     verdict: str = ""
 
 
-AgentToRank = SaveNow | LimitsNow | CaseStored
+class PeersFailed(Struct, frozen=True, tag=True):
+    """Other ranks of the attempt have failed: leave the training function and enter it again. `failed`, `gone`, `deaths` and
+    `entry` are those of `RestartInProcess`. Ranks without in-process restart ignore it."""
+
+    failed: list[int]
+    gone: list[int]
+    reason: str
+    deaths: list[int] = []
+    entry: int = 0
+
+
+AgentToRank = SaveNow | LimitsNow | CaseStored | PeersFailed
 
 
 # ----------------------------------------------------------------------------------------------------------- encoding

@@ -20,6 +20,7 @@ from rsup.worker.session import NoSession, Request, SectionLike, Session, connec
 
 __all__ = [
     "Request",
+    "agent_pid",
     "attempt",
     "declare_exit",
     "device_used",
@@ -31,6 +32,8 @@ __all__ = [
     "note",
     "report_case",
     "report_checkpoint",
+    "report_leaving",
+    "report_save",
     "request_done",
     "requested",
     "resumed",
@@ -86,17 +89,39 @@ def report_checkpoint(iteration: int, path: str, duration_s: float = 0.0) -> Non
     (_session or init()).send(_wire.RankCheckpoint(iteration, _absolute(path), duration_s))
 
 
-def resumed(iteration: int, path: str, limits: _wire.Limits | None = None) -> None:
+def resumed(iteration: int, path: str, limits: _wire.Limits | None = None, durable: bool = True) -> None:
     """Training goes on from the checkpoint at `path`: `iteration` iterations are done. One rank reports it.
 
-    `limits`: the ones kept beside the checkpoint; calculation goes on from them.
+    `limits`: the ones kept beside the checkpoint; calculation goes on from them. `durable`: false for a local checkpoint.
     """
-    (_session or init()).send(_wire.RankResumed(iteration, _absolute(path), limits))
+    (_session or init()).send(_wire.RankResumed(iteration, _absolute(path), limits, durable))
 
 
 def _absolute(path: str) -> str:
     """The same for every job that names the same place: by it the history knows which jobs went on from a checkpoint."""
     return path if "://" in path or not path else os.path.abspath(path)
+
+
+def agent_pid() -> int | None:
+    """The process that started this rank and lives as long as the job has ranks on this node; None outside `rsup launch`."""
+    return (_session or init()).agent_pid
+
+
+def report_save(iteration: int, stage: str, path: str = "", stall_s: float = 0.0, text: str = "") -> None:
+    """What became of a save other than durable: `begun`, `local` (a non-persistent one is complete) or `failed` (why: `text`).
+
+    `stall_s`: how long the training thread stood still for it. One rank reports it.
+    """
+    (_session or init()).send(_wire.RankSave(iteration, stage, path, stall_s, _wire.clip(text, 4096)))
+
+
+def report_leaving(iteration: int, kind: str, reason: str, durable: bool, consumed_samples: int = 0, phase: int = 0) -> None:
+    """The loop leaves on purpose after `iteration`, for a `kind` of `wire.LEAVE_KINDS`. One rank reports it."""
+    if kind not in _wire.LEAVE_KINDS:
+        raise ValueError(f"unknown kind of leaving {kind!r}; use one of {_wire.LEAVE_KINDS}")
+    session = _session or init()
+    session.send(_wire.RankLeaving(iteration, kind, _wire.clip(reason, 4096), durable, consumed_samples, phase))
+    session.flush(DECLARED_WITHIN_S)  # what follows may end the process without asking anybody
 
 
 def declare_exit(code: int, reason: str) -> None:

@@ -31,6 +31,7 @@ from rsup.worker.checkpoint_directory import (
     sync_directory,
     verify_files,
 )
+from rsup.worker.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,28 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that was found whole by all ranks."""
+    """A durable checkpoint that was found whole by all ranks."""
 
     path: Path
     commit: Commit
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the trainer has kept with it."""
+        return self.commit.progress
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks made it."""
+        return self.commit.world_size
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor in it."""
+        return tensor_sizes(self.path)
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """As `load_tensors`."""
+        load_tensors(self.path, tensors)
 
 
 class Checkpointer:
@@ -74,6 +93,7 @@ class Checkpointer:
         self._probe = probe or (lambda point, iteration: None)
         self._committed = committed or (lambda iteration, path, duration_s: None)
         self._rank = dist.get_rank(group)
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
         self._refusal: CheckpointError | None = None
@@ -85,7 +105,7 @@ class Checkpointer:
         They are copied here and may change as soon as this returns. `progress`: JSON, kept in `commit.json`.
         """
         earlier = self.finish()
-        staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        staged = self._staging.copy(tensors)
         self._thread = threading.Thread(
             target=self._run, args=(iteration, staged, progress), name="rsup-checkpoint", daemon=True
         )
@@ -105,12 +125,22 @@ class Checkpointer:
         """Wait for the save that is on its way, and return its result as `poll` does."""
         if self._thread is None:
             return None
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(0.1)  # in slices: an in-process restart interrupts the wait with an exception
         self._thread = None
         if self._refusal is not None:
             raise self._refusal
         assert self._result is not None
         return self._result
+
+    def abandon(self, within_s: float = 1.0) -> None:
+        """Training is left in the middle, for another entry: give a save that is on its way a moment to end.
+
+        It may commit until that entry claims the directory, and is refused afterwards; its folder is its own, so a thread
+        that is still stuck with a peer is in nobody's way.
+        """
+        if self._thread is not None:
+            self._thread.join(within_s)
 
     @property
     def is_saving(self) -> bool:
@@ -247,15 +277,24 @@ def find_whole_checkpoint(
     candidates: list[Any] = [directory.iterations() if rank == 0 else None]
     dist.broadcast_object_list(candidates, src=0, group=group)
     for iteration in candidates[0]:
-        folder = directory.folder(iteration)
-        commit, problem = _check_part(folder, rank, dist.get_world_size(group))
-        problems: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
-        found = next((text for text in problems if text), "")
-        if not found and commit is not None:
-            return WholeCheckpoint(folder, commit)
-        if rank == 0:
-            warn(f"checkpoint {folder} is skipped: {found}")
+        found = check_whole(directory.folder(iteration), group, warn)
+        if found is not None:
+            return found
+    return None
+
+
+def check_whole(folder: Path, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> WholeCheckpoint | None:
+    """That checkpoint, if all its files are as they were committed; else rank 0 calls `warn`. Collective, as
+    `find_whole_checkpoint`."""
+    rank = dist.get_rank(group)
+    commit, problem = _check_part(folder, rank, dist.get_world_size(group))
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    found = next((text for text in problems if text), "")
+    if not found and commit is not None:
+        return WholeCheckpoint(folder, commit)
+    if rank == 0:
+        warn(f"checkpoint {folder} is skipped: {found}")
     return None
 
 

@@ -1,7 +1,7 @@
 """A directory of checkpoints on disk: who may commit to it, what a whole checkpoint is, which ones stay. No torch.
 
     DIR/iter_0000020/               a durable checkpoint: its files, and commit.json naming each with size and SHA-256
-    DIR/iter_0000030.tmp-attempt2/  one that is being written, by attempt 2; never read
+    DIR/iter_0000030.tmp-attempt2-TOKEN/  one that is being written, by that claim of attempt 2; never read
     DIR/latest_checkpointed_iteration.txt
     DIR/fence.json                  the job and attempt that own the directory; changed under a lock on DIR/fence.lock
 
@@ -173,8 +173,9 @@ class CheckpointDirectory:
     # --------------------------------------------------------------------------------------------------------- writing
 
     def temporary(self, owner: Owner, iteration: int) -> Path:
-        """Where that attempt writes the checkpoint of `iteration`."""
-        return self.path / f"{folder_name(iteration)}.tmp-attempt{owner.attempt}"
+        """Where that claim writes the checkpoint of `iteration`. Not where an earlier claim of the same attempt does: after an
+        in-process restart its thread may still be at it."""
+        return self.path / f"{folder_name(iteration)}.tmp-attempt{owner.attempt}-{owner.token[:8]}"
 
     def make_temporary(self, owner: Owner, iteration: int) -> Path:
         """Make that folder, empty."""

@@ -6,8 +6,10 @@ durable. Faults are a trainer's option, off by default; nothing here is reachabl
 
     sigkill, sigstop         the signal, to itself, in the step
     exception                raise InjectedFault in the step
+    out-of-memory            ask for more memory than there is, in the step
     exit=N                   leave at once with that code
     hang                     sleep for ever in the step; signals and other threads still run
+    busy-hang                the same in a loop of Python's
     gil-hang                 the same while holding the interpreter lock: no Python thread runs
     hang-in-checkpoint       sleep for ever at the start of the save after that iteration
     sigkill-in-checkpoint    SIGKILL while the save after that iteration is being written
@@ -30,7 +32,7 @@ from rsup.supervisor.wire import UsageError
 from rsup.worker.checkpoint_directory import sync_directory
 from rsup.worker.numeric_faults import NUMERIC_KINDS, NumericFault, check_numeric_fault, parse_numeric_fault
 
-STEP_KINDS = ("sigkill", "sigstop", "exception", "exit", "hang", "gil-hang")
+STEP_KINDS = ("sigkill", "sigstop", "exception", "out-of-memory", "exit", "hang", "busy-hang", "gil-hang")
 CHECKPOINT_KINDS = ("hang-in-checkpoint", "sigkill-in-checkpoint")
 START_KINDS = ("hang-at-start",)
 KINDS = STEP_KINDS + CHECKPOINT_KINDS + START_KINDS
@@ -180,6 +182,11 @@ def _perform(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "exception":
         raise InjectedFault(str(fault))
+    elif fault.kind == "out-of-memory":
+        _ask_for_too_much()
+    elif fault.kind == "busy-hang":
+        while True:
+            time.sleep(0.01)
     elif fault.kind == "exit":
         os._exit(fault.exit_code)
     elif fault.kind == "gil-hang":
@@ -187,6 +194,14 @@ def _perform(fault: Fault) -> None:
     else:
         while True:
             time.sleep(3600)
+
+
+def _ask_for_too_much() -> None:
+    """Have torch's allocator raise its own error, on the GPU where there is one."""
+    import torch
+
+    device = torch.device("cuda") if torch.cuda.is_initialized() else torch.device("cpu")  # type: ignore[no-untyped-call]
+    torch.empty(1 << 48, dtype=torch.uint8, device=device)
 
 
 def _hold_the_interpreter() -> None:

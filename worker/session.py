@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -78,6 +79,7 @@ class NoSession:
     """The session of a process that `rsup launch` did not start: every call does nothing."""
 
     supervised = False
+    agent_pid: int | None = None
     attempt = 1
     job_key = ""
     limits: wire.Limits | None = None
@@ -129,6 +131,9 @@ class Session:
         self.attempt = attempt
         self.job_key = job_key
         self.limits: wire.Limits | None = None
+        self.peers_failed: Callable[[wire.PeersFailed], None] | None = None
+        """Called by the beat thread, and must not wait: in-process restart listens here."""
+        self.agent_pid: int | None = board.owner_pid
         self._board = board
         self._slot = slot
         self._link = link
@@ -178,6 +183,11 @@ class Session:
         """The training thread reached `iteration` (1-based, global)."""
         self._slot.set(board_layout.ITERATION, iteration)
         self._slot.set(board_layout.MAIN_NS, board_layout.monotonic_ns())
+
+    @property
+    def iteration(self) -> int:
+        """The one that the training thread has reached last, as far as it says."""
+        return self._slot.get(board_layout.ITERATION)
 
     def heartbeat(self) -> None:
         """An explicit sign of progress, for scripts without sections."""
@@ -302,6 +312,9 @@ class Session:
         elif isinstance(message, wire.CaseStored):
             self._stored_cases[message.case_id] = message.verdict
             self._case_stored.set()
+        elif isinstance(message, wire.PeersFailed):
+            if self.peers_failed is not None:
+                self.peers_failed(message)
         else:
             self.limits = message.limits
         return True

@@ -16,13 +16,14 @@ a commit that is made twice changes nothing. The supervisor's `book` feeds it; `
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rsup.supervisor.evidence import FOLLOWED_RANK, Evidence
-from rsup.supervisor.hardware.policy import HOUR_US, Policy
+from rsup.supervisor.hardware.growing_evidence import GrowingEvidence
+from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
 from rsup.supervisor.hardware.scoring import Assessment, Weighed
 from rsup.supervisor.hardware.states import SOFT, Dossier, Standing, clear_dossier, one_line, rank
 from rsup.supervisor.records import EvidenceSaved, JobKey, SubjectSaved, TransitionSaved
@@ -227,17 +228,26 @@ def transition(
 
 
 def _time_passed(dossier: Dossier, event: TimePassed, policy: Policy, now_us: int) -> tuple[Dossier, Rows]:
-    saved, rows = dossier.saved, Rows()
+    def weighed() -> Weighed:
+        return Weighed(policy, dossier.saved.kind, dossier.rows.values(), event.generation)
+
+    saved, rows = _expired(dossier.saved, weighed, now_us)
+    return (replace(dossier, saved=saved), rows) if rows else (dossier, [])
+
+
+def _expired(saved: SubjectSaved, weighed: Callable[[], Weighed], now_us: int) -> tuple[SubjectSaved, Rows]:
+    """After what ends by then. No rows: nothing does."""
+    rows = Rows()
     if saved.override and saved.override_until_us is not None and now_us >= saved.override_until_us:
         what = f"the {saved.override} of {saved.override_actor} has ended"
         ended = replace(saved, version=saved.version + 1, **NO_OVERRIDE)
         rows += transition(saved, ended, now_us, "expiry", reason=one_line(what))
         saved = ended
     if Standing(saved.state) in SOFT and saved.expires_us is not None and now_us >= saved.expires_us:
-        assessed = Weighed(policy, saved.kind, dossier.rows.values(), event.generation).assess(saved.settled_us, now_us)
+        assessed = weighed().assess(saved.settled_us, now_us)
         saved, more = _to_assessed(replace(saved, score=assessed.score), assessed, now_us, "expiry")
         rows += more
-    return (replace(dossier, saved=saved), rows) if rows else (dossier, [])
+    return saved, rows
 
 
 NO_OVERRIDE = {"override": "", "override_actor": "", "override_reason": "", "override_until_us": None}
@@ -272,58 +282,46 @@ def _ran_clean(dossier: Dossier, event: RanClean, policy: Policy, now_us: int) -
 
 
 def replay(
-    kind: str, subject: str, rows: Iterable[EvidenceSaved], policy: Policy, until_us: int, *, generation: str = ""
+    kind: str,
+    subject: str,
+    rows: Iterable[EvidenceSaved],
+    policy: Policy,
+    until_us: int,
+    *,
+    generation: str = "",
+    rule_of: Callable[[str, str], Rule] | None = None,
 ) -> tuple[Dossier, list[TransitionSaved]]:
     """What `policy` would have made of stored evidence up to `until_us`: each piece at its last sighting, in order of time, and
-    every expiry when it was due. People's verbs are not played. Refused and inert evidence stays so."""
-    dossier, found = clear_dossier(kind, subject), []
+    every expiry when it was due. People's verbs are not played. Refused and inert evidence stays so. `rule_of`: as in
+    `scoring.Weighed`."""
+    saved, found = clear_dossier(kind, subject).saved, list[TransitionSaved]()
+    seen, grown = dict[str, EvidenceSaved](), GrowingEvidence(policy, kind, generation, rule_of)
     for row in sorted(rows, key=lambda row: (row.last_us, row.fingerprint)):
         if row.last_us > until_us:
             break
-        dossier, passed = _let_pass(dossier, policy, row.last_us, generation)
-        sighting = Sighted(as_evidence(row), row.effect, generation)
-        dossier, new = decide(dossier, sighting, policy, row.last_us)
-        found += passed + [one for one in new if isinstance(one, TransitionSaved)]
-    dossier, passed = _let_pass(dossier, policy, until_us, generation)
-    return dossier, found + passed
+        saved = _let_pass(saved, grown, policy, row.last_us, found)
+        seen[row.fingerprint] = row
+        if row.effect == COUNTED:
+            grown.add(row)
+            assessed = grown.assess(saved.settled_us, row.last_us)
+            saved, new = _after_evidence(saved, row, grown, assessed, row.last_us)
+            found += [one for one in new if isinstance(one, TransitionSaved)]
+    saved = _let_pass(saved, grown, policy, until_us, found)
+    return Dossier(saved, seen), found
 
 
-def _let_pass(dossier: Dossier, policy: Policy, until_us: int, generation: str) -> tuple[Dossier, list[TransitionSaved]]:
-    found: list[TransitionSaved] = []
-    while (due_us := next_due_us(dossier.saved)) is not None and due_us <= until_us:
-        dossier, new = decide(dossier, TimePassed(generation), policy, due_us)
+def _let_pass(
+    saved: SubjectSaved, weighed: Weighed, policy: Policy, until_us: int, found: list[TransitionSaved]
+) -> SubjectSaved:
+    while (due_us := next_due_us(saved)) is not None and due_us <= until_us:
+        saved, new = _expired(saved, lambda: weighed, due_us)
         if not new:
             break
         found += [one for one in new if isinstance(one, TransitionSaved)]
-    return dossier, found
+    return saved
 
 
 def next_due_us(saved: SubjectSaved) -> int | None:
     """When time changes it next, None: never."""
     due = [us for us in (saved.expires_us, saved.override_until_us if saved.override else None) if us is not None]
     return min(due, default=None)
-
-
-def as_evidence(row: EvidenceSaved) -> Evidence:
-    """The sighting that a stored row stands for."""
-    return Evidence(
-        kind=row.kind,
-        subject=row.subject,
-        source=row.source,
-        code=row.code,
-        episode=row.episode,
-        at_us=row.last_us,
-        text=row.text,
-        count=row.count,
-        is_total=True,
-        serial=row.serial,
-        node=row.node,
-        job=row.job,
-        attempt=row.attempt,
-        rank=row.rank,
-        iteration=row.iteration,
-        case_id=row.case_id,
-        principal=row.principal,
-        injected=row.injected,
-        share=row.share,
-    )

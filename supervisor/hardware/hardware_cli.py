@@ -1,6 +1,6 @@
 """`rsup devices` and `rsup nodes`: what is known of hardware, and what people decide about it.
 
-Questions about the history are `history_cli`'s, the active test `device_test_cli`'s. Nothing heavy is imported before it is
+Questions about the history are `history_cli`'s, the active test `test_verbs`'s. Nothing heavy is imported before it is
 needed.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rsup.supervisor import history_cli
-from rsup.supervisor.hardware.client import ChangeRefused, Hardware
+from rsup.supervisor.hardware.client import Hardware
 from rsup.supervisor.history_questions import now_us
 from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import paint_for, terminal_width
@@ -37,8 +37,10 @@ _VERBS = {
 def main(name: str, argv: Sequence[str]) -> int:
     """Run `rsup devices|nodes ARGV`; return the exit code. Raise `RsupError`."""
     words = list(argv)
-    if name == "devices" and words[:1] == ["test"]:
-        return _test(words[1:])
+    if words[:1] == ["test"]:
+        from rsup.supervisor.hardware import test_verbs
+
+        return (test_verbs.test_devices if name == "devices" else test_verbs.test_node)(words[1:])
     if words[:1] == ["history"]:
         words[0] = "timeline"
     arguments = _parser(name).parse_args(words)
@@ -70,8 +72,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
         _add_id(_sub(verbs, verb, text, kind, run), kind)
     verbs.add_parser("history", help="the same as timeline", allow_abbrev=False)
     history_cli.add_parsers(verbs, kind)
-    if kind == "device":
-        verbs.add_parser("test", help="run an active test (an SDC screen), see `rsup devices test --help`", allow_abbrev=False)
+    of = "" if kind == "device" else " of all devices of this node"
+    verbs.add_parser("test", help=f"run an active test{of} (an SDC screen), see `rsup {name} test --help`", allow_abbrev=False)
     for verb, text in _VERBS.items():
         _add_change(verbs, verb, text, kind)
     _add_import(verbs, kind)
@@ -271,29 +273,3 @@ def _content(name: str) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------- test
-
-
-def _test(words: list[str]) -> int:
-    from rsup.supervisor.device_test_cli import main as run_test
-
-    def value_of(option: str) -> str:
-        for place, word in enumerate(words):
-            if word == option and place + 1 < len(words):
-                return words[place + 1]
-            if word.startswith(f"{option}="):
-                return word.partition("=")[2]
-        return ""
-
-    hardware = Hardware(value_of("--state-dir") or None, value_of("--supervisor"))
-
-    def keep(report: Json, sentence: str) -> str:
-        try:
-            done = hardware.change("device", report["uuid"], "tested", sentence, result=report["outcome"])
-        except ChangeRefused:
-            raise
-        return str(done["message"])
-
-    return run_test(words, keep)

@@ -47,6 +47,19 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""
     """Its key in the file."""
 
+    @property
+    def half_life_us(self) -> float:
+        return self.half_life_h * HOUR_US
+
+    @property
+    def window_us(self) -> int:
+        return int(self.window_h * HOUR_US)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether its evidence can lead to a state at all; else it is only kept."""
+        return bool(self.weight or self.repeat or self.first != "note")
+
 
 class Guard(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many nodes may be drained without a person's word; releases are never held up."""

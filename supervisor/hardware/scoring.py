@@ -7,7 +7,7 @@ soft sources fade by half-life. Whatever leads to suspicion at most holds for a 
 settled. A verdict that its own job has taken back (`FOLLOWED_RANK`) counts as if it meant one of two.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 from msgspec import Struct
 
@@ -18,6 +18,8 @@ from rsup.supervisor.records import EvidenceSaved
 
 MAX_WEIGHED = 256
 """Pieces of evidence of one subject that are weighed, the newest."""
+ROUNDED = 1e-6
+"""Scores are rounded to it."""
 TAKEN_BACK = "the fault followed the rank to another board"
 _MAYBE_THE_PROGRAM = ("hang", "rank-lost")
 """Sources that a faulty program feeds as well: runs of one job id count as one episode."""
@@ -34,6 +36,11 @@ class Assessment(Struct, frozen=True):
     row: EvidenceSaved | None = None
     """The piece of evidence that tips it."""
     may_drain: str = ""
+
+
+def faded(weight: float, half_life_us: float, age_us: float) -> float:
+    """What is left of a weight."""
+    return weight * 0.5 ** (age_us / half_life_us) if half_life_us else weight
 
 
 class _Ground(Struct, frozen=True):
@@ -53,11 +60,34 @@ class _Ground(Struct, frozen=True):
 class Weighed:
     """The counted evidence of one subject under a policy, ready for questions. `generation`: of the device, empty: unknown."""
 
-    def __init__(self, policy: Policy, kind: str, rows: Iterable[EvidenceSaved], generation: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        kind: str,
+        rows: Iterable[EvidenceSaved],
+        generation: str = "",
+        rule_of: Callable[[str, str], Rule] | None = None,
+    ) -> None:
+        """`rule_of`: the policy's rule for source and code, where the caller has looked it up before."""
         counted = sorted((row for row in rows if row.effect == "counted"), key=lambda row: (row.last_us, row.fingerprint))
         self.rows = counted[-MAX_WEIGHED:]
         self._policy, self._kind = policy, kind
-        self._rules = {row.fingerprint: policy.rule(kind, row.source, row.code, generation) for row in self.rows}
+        self._rule_of = rule_of or (lambda source, code: policy.rule(kind, source, code, generation))
+        self._rules = {row.fingerprint: self._rule_of(row.source, row.code) for row in self.rows}
+        self._moving: list[EvidenceSaved] = []
+        self._by_name: dict[str, list[EvidenceSaved]] = {}
+        """By rule: those that may repeat."""
+        for row in self.rows:
+            self._sort_in(row, self.rule(row))
+        self._weights: list[tuple[int, float, float, str]] | None = None
+        """When, how much, half-life and episode of what has a weight; None: to be found anew."""
+        self._soft_us: dict[str, int | None] = {}
+        self._known: dict[str, list[_Ground]] = {}
+        """Grounds by fingerprint, once found, for `_settled_us`."""
+        self._scores: dict[str, float] = {}
+        """The scores at the moments of pieces, where grounds are known, and the numbers of episodes in their windows."""
+        self._repeats: dict[str, int] = {}
+        self._settled_us = 0
         self._episode = _episodes(self.rows)
         self._taken_back = {row.case_id for row in self.rows if (row.source, row.code) == ("verdict", FOLLOWED_RANK)}
         self._passed_us = max((row.last_us for row in self.rows if (row.source, row.code) == ("test", "passed")), default=0)
@@ -65,9 +95,21 @@ class Weighed:
     def rule(self, row: EvidenceSaved) -> Rule:
         return self._rules[row.fingerprint]
 
+    def _sort_in(self, row: EvidenceSaved, rule: Rule) -> None:
+        if rule.may_move:
+            self._moving.append(row)
+        if rule.repeat:
+            self._by_name.setdefault(rule.name, []).append(row)
+
     def assess(self, settled_us: int, now_us: int) -> Assessment:
         """The state that the evidence after `settled_us` leads to, at most `in_repair`."""
-        grounds = [g for row in self.rows if row.last_us > settled_us for g in self._grounds(row, settled_us)]
+        if settled_us != self._settled_us:
+            self._known.clear()
+            self._scores.clear()
+            self._repeats.clear()
+            self._settled_us = settled_us
+        telling = [row for row in self._moving if row.last_us > settled_us and not self._is_over(row, now_us)]
+        grounds = [g for row in telling for g in self._grounds(row, settled_us)]
         holding = [g for g in grounds if g.until_us is None or g.until_us > now_us]
         score = self.score(settled_us, now_us)
         top = max(holding, key=lambda g: g.order, default=None)
@@ -82,15 +124,19 @@ class Weighed:
 
     def score(self, settled_us: int, now_us: int) -> float:
         """The sum over independent episodes after `settled_us`, as it was or will be at `now_us`."""
+        if self._weights is None:
+            self._weights = [self._weight(row) for row in self._moving if self.rule(row).weight]
         heaviest: dict[str, float] = {}
-        for row in self.rows:
-            if not settled_us < row.last_us <= now_us:
-                continue
-            half_life_us = self.rule(row).half_life_h * HOUR_US
-            faded = 0.5 ** ((now_us - row.last_us) / half_life_us) if half_life_us else 1.0
-            episode = self._episode[row.fingerprint]
-            heaviest[episode] = max(heaviest.get(episode, 0.0), self.rule(row).weight * self._share(row) * faded)
+        for at_us, weight, half_life_us, episode in self._weights:
+            if settled_us < at_us <= now_us:
+                now = faded(weight, half_life_us, now_us - at_us)
+                if now > heaviest.get(episode, 0.0):
+                    heaviest[episode] = now
         return round(sum(sorted(heaviest.values())), 6)
+
+    def _weight(self, row: EvidenceSaved) -> tuple[int, float, float, str]:
+        rule = self.rule(row)
+        return row.last_us, rule.weight * self._share(row), rule.half_life_us, self._episode[row.fingerprint]
 
     def reaction(self, row: EvidenceSaved) -> str:
         """What this one leads to by its own rule, repeats included."""
@@ -98,10 +144,27 @@ class Weighed:
 
     # ---------------------------------------------------------------------------------------------------------- grounds
 
+    def _is_over(self, row: EvidenceSaved, now_us: int) -> bool:
+        """Whether all that it can lead to has expired by then."""
+        rule = self.rule(row)
+        if rule.name not in self._soft_us:
+            hours = max(self._policy.watch_ttl_h, rule.ttl_h or self._policy.suspect_ttl_h)
+            is_soft = max(rank(rule.first), rank(rule.repeat or "note")) <= rank("suspect")
+            self._soft_us[rule.name] = int(hours * HOUR_US) if is_soft else None
+        soft_us = self._soft_us[rule.name]
+        return soft_us is not None and row.last_us + soft_us <= now_us
+
     def _grounds(self, row: EvidenceSaved, settled_us: int) -> list[_Ground]:
+        known = self._known.get(row.fingerprint)
+        if known is None:
+            known = self._known[row.fingerprint] = self._found_grounds(row, settled_us)
+        return known
+
+    def _found_grounds(self, row: EvidenceSaved, settled_us: int) -> list[_Ground]:
         found = self._by_rule(row)
         rule = self.rule(row)
-        if rule.weight and self.score(settled_us, row.last_us) >= self._policy.suspect_score_of(self._kind):
+        score = self._scores[row.fingerprint] = self.score(settled_us, row.last_us) if rule.weight else 0.0
+        if rule.weight and score >= self._policy.suspect_score_of(self._kind):
             num = len({self._episode[r.fingerprint] for r in self.rows if settled_us < r.last_us <= row.last_us})
             found += self._soft("suspect", row, f"{num} independent episodes, the last: {row.text}")
         return found
@@ -111,14 +174,15 @@ class Weighed:
         found = self._ground(rule.first, row, row.text or rule.about)
         if rule.repeat:
             num = len({self._episode[r.fingerprint] for r in self._within_window(row, rule)})
+            self._repeats[row.fingerprint] = num
             if num >= rule.repeat_count:
                 found += self._ground(rule.repeat, row, f"{num} independent episodes ({rule.about}), the last: {row.text}")
         return found
 
     def _within_window(self, row: EvidenceSaved, rule: Rule) -> list[EvidenceSaved]:
         """Those of the same rule that count together with `row`, settled ones too."""
-        from_us = row.last_us - int(rule.window_h * HOUR_US)
-        same = (r for r in self.rows if from_us < r.last_us <= row.last_us and self.rule(r).name == rule.name)
+        from_us = row.last_us - rule.window_us
+        same = (r for r in self._by_name.get(rule.name, ()) if from_us < r.last_us <= row.last_us)
         return [r for r in same if not self._is_shared(row) or self._is_shared(r)]
 
     def _ground(self, reaction: str, row: EvidenceSaved, reason: str) -> list[_Ground]:
@@ -172,7 +236,20 @@ class Weighed:
         return f"{len(episodes)} independent episodes" if allowing and len(episodes) > 1 else ""
 
 
-def _episodes(rows: Iterable[EvidenceSaved]) -> Mapping[str, str]:
+def episode_names(row: EvidenceSaved) -> list[str]:
+    """What it has in common with others of its episode: those that share one of them belong together."""
+    if row.source == "person":
+        return [f"person:{row.principal}"]
+    names = [row.episode]
+    if row.job is not None and row.source != "devices":
+        key = row.job
+        names.append(f"job:{key.cluster}/{key.owner}/{key.job_id}.{key.run}")
+        if row.source in _MAYBE_THE_PROGRAM:
+            names.append(f"program:{key.cluster}/{key.owner}/{key.job_id}")
+    return names
+
+
+def _episodes(rows: Iterable[EvidenceSaved]) -> dict[str, str]:
     """For each fingerprint a name that independent ones do not share: evidence of one boot or one job belongs together, what
     one person says is one voice, and devices of a node count apart."""
     parent: dict[str, str] = {}
@@ -184,15 +261,7 @@ def _episodes(rows: Iterable[EvidenceSaved]) -> Mapping[str, str]:
 
     found = {}
     for row in rows:
-        if row.source == "person":
-            names = [f"person:{row.principal}"]
-        else:
-            names = [row.episode]
-            if row.job is not None and row.source != "devices":
-                key = row.job
-                names.append(f"job:{key.cluster}/{key.owner}/{key.job_id}.{key.run}")
-                if row.source in _MAYBE_THE_PROGRAM:
-                    names.append(f"program:{key.cluster}/{key.owner}/{key.job_id}")
+        names = episode_names(row)
         first, *more = sorted(root(name) for name in names)
         for other in more:
             parent[other] = first

@@ -87,8 +87,14 @@ def avoided(saved: SubjectSaved, name: str, now_us: int) -> AvoidedDevice | None
     return None
 
 
+_NOT_IN_A_REASON = str.maketrans({'"': None, "'": None, "`": None, "=": " "})
+
+
 def one_line(text: str, limit_chars: int = MAX_REASON_CHARS) -> str:
     """The first line of `text` as a reason that SLURM can show: bounded, without quotes, `=` and control characters."""
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    kept = "".join(" " if not letter.isprintable() else letter for letter in first if letter not in "\"'`").replace("=", " ")
+    stripped = text.strip()
+    first = stripped.splitlines()[0] if stripped else ""
+    if not first.isprintable():
+        first = "".join(letter if letter.isprintable() else " " for letter in first)
+    kept = first.translate(_NOT_IN_A_REASON)
     return kept if len(kept) <= limit_chars else kept[: limit_chars - 1] + "…"

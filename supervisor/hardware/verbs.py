@@ -121,7 +121,7 @@ def _refused_by_state(saved: SubjectSaved, request: VerbRequest, last: Transitio
     if standing is Standing.CLEAR and not saved.override:
         return "conflict", f"{what} is clear already: {_by(saved, last)}"
     if standing in (Standing.QUARANTINED, Standing.IN_REPAIR) and saved.held_by_test and not request.without_test:
-        how = f"`rsup devices test {saved.subject}`" if saved.kind == "device" else "one"
+        how = f"`rsup devices test {saved.subject}`" if saved.kind == "device" else "`rsup nodes test` there"
         return "refused", f"{what} is {said} and has not passed a test since: run {how}, or release it with --without-test"
     return None
 

@@ -7,13 +7,15 @@ single jobs to who may read them.
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from sqlalchemy import RowMapping
 
 from rsup.supervisor import metrics, views
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
 from rsup.supervisor.rest.problems import documented, problem
-from rsup.supervisor.wire import RELEASE
+from rsup.supervisor.training_views import live_training
+from rsup.supervisor.wire import RELEASE, now_us
 
 MAX_LOOP_AGE_S = 10.0
 MAX_JOBS = 1000
@@ -51,15 +53,28 @@ def prometheus(context: Context, asker: Asker) -> Response:
     with context.reading() as connection:
         live_jobs, _ = views.list_jobs(connection, state="live", limit=MAX_JOBS)
         families = metrics.store_metrics(connection)
+        training = live_training(
+            connection, asker.may_read, lambda row: _reached(context.live.beats(_key_of(row))), now_us(), MAX_JOBS
+        )
     ages_s = {metrics.job_label(job): _beat_ages_s(context.live.beats(_key(job))) for job in live_jobs}
     every = [age for ages in ages_s.values() for age in ages]
     families += metrics.live_metrics(RELEASE, every, context.live.loop_age_s(), context.live.counters())
     families += metrics.job_metrics([job for job in live_jobs if asker.may_read(job["owner"])], ages_s)
+    families += metrics.training_metrics(training)
     return Response(metrics.render(families), media_type=metrics.CONTENT_TYPE)
 
 
 def _key(job: dict[str, Any]) -> JobKey:
     return JobKey(job["cluster"], job["owner"], job["id"], job["run"])
+
+
+def _key_of(row: RowMapping) -> JobKey:
+    return JobKey(row["cluster"], row["owner"], row["job_id"], row["run"])
+
+
+def _reached(snapshot: views.LiveBeats | None) -> int:
+    """The iteration that all ranks have come to."""
+    return min((beat.get("iteration", 0) for beat in (snapshot.ranks if snapshot else ())), default=0)
 
 
 def _beat_ages_s(snapshot: views.LiveBeats | None) -> list[float]:

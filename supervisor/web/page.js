@@ -211,6 +211,8 @@ function drawJob(status) {
   byId("job-reason").textContent = shown(job.reason || job.waiting_for || "");
   byId("command").textContent = shown(job.command);
   drawFacts(status);
+  drawWork(status);
+  drawTime(status.goodput);
   drawSuspects(status.suspects);
   drawTimeline(status);
   drawRanks(status.ranks, job);
@@ -219,21 +221,69 @@ function drawJob(status) {
   drawSections(status.sections);
 }
 
-function drawFacts({ job, goodput, checkpoints, counts }) {
-  const saved = checkpoints[checkpoints.length - 1];
+function drawFacts({ job, goodput, work, counts }) {
+  const saved = work.durable;
   const facts = [
     ["iteration", job.iteration || "–", ""],
     ["goodput", goodput.ratio === null ? "–" : `${(goodput.ratio * 100).toFixed(1)} %`, ""],
     ["attempt", job.attempt || "–", restarts(counts)],
     ["ranks", job.num_ranks, `on ${plural(job.num_nodes, "node")}`],
     [job.ended ? "ran for" : "running for", duration(goodput.wall_s), ""],
-    ["lost to faults", duration(goodput.lost_s), ""],
+    atRisk(job, work),
     ["last checkpoint", saved ? saved.iteration : "–", saved ? clock(saved.at) : ""],
     ["owner", job.owner, job.cluster === "local" ? "" : job.cluster],
   ];
   byId("facts").replaceChildren(...facts.map(([name, value, note]) => element("div", {}, [
     element("dt", { text: name }),
     element("dd", { text: `${value} ` }, [element("small", { text: note })]),
+  ])));
+}
+
+function atRisk(job, { at_risk: risk }) {
+  const note = risk && risk.about_s ? `≈ ${duration(risk.about_s)}` : "";
+  return [job.ended ? "iterations not saved" : "iterations at risk", risk ? risk.iterations : "–", note];
+}
+
+// Saves, in-process restarts, why the ranks left: a line each, of what there is to say.
+function drawWork({ work, in_process: again, left }) {
+  const lines = [];
+  if (work.local) lines.push([`newest local checkpoint: iteration ${work.local.iteration} at ${clock(work.local.at)}`, ""]);
+  if (work.saving) lines.push([`a save of iteration ${work.saving.iteration} has been under way for ${duration(work.saving.for_s)}`, ""]);
+  if (work.failed) lines.push([`the save of iteration ${work.failed.iteration} failed at ${clock(work.failed.at)}: ${work.failed.text}`, "warn"]);
+  if (again.last) {
+    const before = again.restarts_in_all - again.restarts;
+    const count = `${again.restarts} in attempt ${again.attempt}${before ? ` and ${before} before` : ""}`;
+    lines.push([`in-process restarts: ${count}; the last at ${clock(again.last.at)} took ${duration(again.last.took_s)}: ${again.last.why}`, ""]);
+  }
+  if (again.under_way) lines.push([`an in-process restart is under way since ${clock(again.under_way.since)}: ${again.under_way.why}`, "warn"]);
+  if (left) {
+    const saved = left.durable ? "after a durable save" : "without a durable save";
+    lines.push([`the ranks left on purpose after iteration ${left.iteration}, ${saved}: ${left.reason || left.kind}`, left.durable ? "" : "warn"]);
+  }
+  byId("work").replaceChildren(...lines.map(([text, cls]) => element("li", { text, cls })));
+}
+
+const PART_NAMES = {
+  productive: "training that was kept", lost: "work done again", checkpoint: "standing still for saves", rerun: "reruns",
+  hang: "hangs until judged", in_process_restart: "in-process restarts", restart: "restarts", startup: "start-up",
+  waiting: "waiting for nodes", ending: "ending", uncounted: "no iterations shown",
+};
+
+function drawTime({ wall_s: wall, parts }) {
+  const known = Object.keys(PART_NAMES).filter((name) => parts[name] > 0);
+  const unknown = Object.keys(PART_NAMES).filter((name) => parts[name] === null);
+  byId("time-part").hidden = !wall || known.length === 0;
+  byId("time-note").textContent = unknown.length ? `unknown: ${unknown.map((name) => PART_NAMES[name]).join(", ")}` : "";
+  if (!wall) return;
+  let from = 0;
+  byId("time-bar").replaceChildren(...known.map((name) => {
+    const piece = bar(`part-${name}`, from, from + parts[name], wall, `${PART_NAMES[name]}: ${duration(parts[name])}`);
+    from += parts[name];
+    return piece;
+  }));
+  byId("time").replaceChildren(...known.map((name) => element("li", {}, [
+    element("span", { cls: `key part-${name}` }), element("b", { text: PART_NAMES[name] }),
+    element("span", { text: duration(parts[name]) }), element("small", { text: `${(parts[name] * 100 / wall).toFixed(1)} %` }),
   ])));
 }
 
@@ -277,7 +327,8 @@ function drawTimeline({ job, attempts, incidents, checkpoints }) {
     for (const incident of incidents.filter((one) => one.attempt === attempt.attempt)) {
       const soft = incident.kind === "suspected-hang" ? " soft" : "";
       const at = millis(incident.at) - begin;
-      if (!soft && at < stopped) track.append(bar("lost", at, stopped, span, incident.text));
+      const until = incident.in_process ? millis(incident.recovered) - begin : stopped;
+      if (!soft && at < until) track.append(bar("lost", at, until, span, incident.text));
       track.append(bar(`mark${soft}`, at, null, span, `${clock(incident.at)} ${incident.text}`));
     }
     return element("div", { cls: "lane" }, [element("span", { text: `attempt ${attempt.attempt}` }), track]);

@@ -11,8 +11,10 @@ from tests.bench import (
     bench_hang,
     bench_history,
     bench_launch,
+    bench_leaving,
     bench_rerun,
     bench_restart,
+    bench_saves,
     bench_sections,
 )
 from tests.bench.table import Row, print_table
@@ -26,6 +28,8 @@ def main() -> None:
         bench_launch,
         bench_crowd,
         bench_restart,
+        bench_leaving,
+        bench_saves,
         bench_hang,
         bench_agent,
         bench_history,

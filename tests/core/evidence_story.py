@@ -5,7 +5,7 @@ from rsup.supervisor.hardware import policy
 from rsup.supervisor.hardware.device_machine import Sighted, TimePassed, decide
 from rsup.supervisor.hardware.states import Dossier, clear_dossier
 from rsup.supervisor.hardware.verbs import VerbRequest, Verdict, ask
-from rsup.supervisor.records import JobKey, TransitionSaved
+from rsup.supervisor.records import EvidenceSaved, JobKey, TransitionSaved
 
 HOUR_US = policy.HOUR_US
 START_US = 1_800_000_000_000_000
@@ -64,3 +64,28 @@ class History:
             self.dossier = verdict.dossier
             self.changes += [row for row in verdict.rows if isinstance(row, TransitionSaved)]
         return verdict
+
+
+def sighting_of(row: EvidenceSaved) -> Evidence:
+    """The sighting that a stored row stands for."""
+    return Evidence(
+        kind=row.kind,
+        subject=row.subject,
+        source=row.source,
+        code=row.code,
+        episode=row.episode,
+        at_us=row.last_us,
+        text=row.text,
+        count=row.count,
+        is_total=True,
+        serial=row.serial,
+        node=row.node,
+        job=row.job,
+        attempt=row.attempt,
+        rank=row.rank,
+        iteration=row.iteration,
+        case_id=row.case_id,
+        principal=row.principal,
+        injected=row.injected,
+        share=row.share,
+    )

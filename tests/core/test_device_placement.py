@@ -139,6 +139,20 @@ def test_with_a_spare_the_suspect_is_left_alone_too() -> None:
     assert [device.uuid for device in placed.devices] == ["GPU-b", "GPU-aa1"]
 
 
+def test_where_all_ranks_failed_a_spare_on_which_nothing_has_comes_first() -> None:
+    """Two ranks that only changed places could not be told from their devices."""
+    stand_ins = [Device(f"D{i}", model="M") for i in range(3)]
+    avoid = [flagged(0, "D0", -1), flagged(1, "D1", -1)]
+    placed = place(VisibleList(), stand_ins, 2, avoid)
+    assert [device.uuid for device in placed.devices] == ["D2", "D0"]
+    later = place(VisibleList(), stand_ins, 2, [*avoid, flagged(1, "D0", -1)])
+    assert [device.uuid for device in later.devices] == ["D1", "D2"]
+    beside = place(VisibleList(), [*stand_ins, Device("D3", model="M")], 3, avoid)
+    assert [device.uuid for device in beside.devices] == ["D3", "D2", "D1"], "the spare, and a healthy rank's"
+    alone = place(VisibleList(), stand_ins[:2], 2, avoid)
+    assert [device.uuid for device in alone.devices] == ["D1", "D0"]
+
+
 def test_a_lone_rank_takes_a_spare_by_its_ordinal() -> None:
     placed = place(visible("3,1"), [], 1, [flagged(0, "GPU-c", 0)])
     assert (placed.shown, placed.ordinals, placed.devices[0].uuid) == (None, (1,), "GPU-aa2")

@@ -68,6 +68,10 @@ def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
         wire.CheckpointCommitted: {"attempt": attempt, "iteration": 5, "path": "/c"},
         wire.DeviceUsed: {"attempt": attempt, "rank": 0, "uuid": "GPU-1"},
         wire.ResumedFrom: {"attempt": attempt, "iteration": 5, "path": "/c"},
+        wire.EntryBegun: {"attempt": attempt, "rank": 0, "entry": 1},
+        wire.RankFaulted: {"attempt": attempt, "rank": 0, "entry": 1, "kind": "exception", "text": "ValueError: no"},
+        wire.SaveSeen: {"attempt": attempt, "iteration": 5, "stage": "local"},
+        wire.RankLeaves: {"attempt": attempt, "iteration": 5, "kind": "interval", "reason": "enough", "durable": True},
         wire.LimitsLoaded: {"attempt": attempt, "limits": wire.Limits(sections={"step": 3.0}, calculated=["step"])},
         wire.LimitsSet: {"attempt": attempt, "rank": 0, "change": wire.LimitsChange(sections={"step": 3.0})},
         wire.WorkloadControl: {"attempt": attempt, "rank": 0, "action": "exclude", "description": "hot"},
@@ -563,6 +567,15 @@ def test_what_is_done_again_is_known_from_where_training_resumed() -> None:
     assert driver.state.current is not None and driver.state.current.start_iteration == 40
     driver.say("a", wire.ResumedFrom(driver.now().us, 1, 10, "/c/10"))  # of the attempt before: decides nothing
     assert driver.state.current.start_iteration == 40
+
+
+def test_a_local_checkpoint_shortens_what_is_done_again_and_counts_for_nothing_else() -> None:
+    """P34: restart budgets and the last durable iteration do not see it."""
+    driver = restarted(wire.RestartPolicy(max_restarts=3))
+    driver.say("a", wire.ResumedFrom(driver.now().us, 2, 40, "/dev/shm/c", durable=False))
+    assert driver.incidents()[0].lost_iterations == 2
+    assert driver.state.checkpoint == 30
+    assert driver.state.current is not None and driver.state.current.start_iteration == 40
 
 
 def test_limits_that_came_with_the_checkpoint_go_to_the_agents_and_never_replace_configured_ones() -> None:

@@ -23,6 +23,31 @@ assert total.item() == dist.get_world_size()
 dist.new_group([0]); dist.destroy_process_group()
 """
 
+ENTRIES = """
+import os, sys, time, torch, torch.distributed as dist
+from rsup.worker.inprocess.entry_store import attempt_store
+attempt = attempt_store()
+num_descriptors = lambda: len(os.listdir(f"/proc/{sys.argv[1]}/fd"))
+last = int(sys.argv[2])
+for entry in range(1, last + 1):
+    if entry == 7:
+        continue  # every rank left it before it began
+    attempt.use_store_of(entry)
+    dist.init_process_group("gloo")
+    total = torch.ones(1); dist.all_reduce(total)
+    assert total.item() == 2
+    if entry == 4:
+        early = num_descriptors()
+    elif entry == last:
+        give_up = time.monotonic() + 10  # a store is dropped a moment after its entry
+        while num_descriptors() > early:
+            assert time.monotonic() < give_up, "stores of entries that are over are dropped"
+            time.sleep(0.02)
+    dist.barrier()
+    dist.destroy_process_group()
+    attempt.entry_over(entry)
+"""
+
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
@@ -32,7 +57,9 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
     assert list(tmp_path.iterdir()) == []
 
 
-def start_ranks(port: int, attempt: int, world_size: int = 2) -> list[subprocess.Popen[bytes]]:
+def start_ranks(
+    port: int, attempt: int, world_size: int = 2, script: str = RANK, *arguments: str
+) -> list[subprocess.Popen[bytes]]:
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -41,7 +68,7 @@ def start_ranks(port: int, attempt: int, world_size: int = 2) -> list[subprocess
         "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", RANK]
+    command = [sys.executable, "-c", script, *arguments]
     return [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
 
 
@@ -62,6 +89,38 @@ def test_three_attempts_each_on_a_store_of_its_own(tmp_path: Path, backend: str,
         assert (tmp_path / "spool.keeper").read_text() == ""
     finally:
         keeper.close()
+
+
+@pytest.mark.parametrize(("backend", "num_entries"), [("libuv", 25), ("plain", 12)])
+def test_each_entry_into_the_training_has_a_store_of_its_own(
+    tmp_path: Path, backend: str, num_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P28: the third `init_process_group` on one store would read the addresses of the first."""
+    pytest.importorskip("torch")
+    if backend == "plain":
+        monkeypatch.setenv("USE_LIBUV", "0")
+    keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
+    try:
+        port = keeper.host_store(1, "127.0.0.1")
+        ranks = start_ranks(port, 1, 2, ENTRIES, str(keeper.pid), str(num_entries))
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        keeper.drop_store(1)
+        give_up = time.monotonic() + 10
+        while (num_left := num_descriptors(keeper.pid)) > MAX_IDLE_DESCRIPTORS:
+            assert time.monotonic() < give_up, f"with the attempt all of its stores go; {num_left} descriptors are left"
+            time.sleep(0.01)
+        assert keeper.read_notices() == []
+        assert (tmp_path / "spool.keeper").read_text() == ""
+    finally:
+        keeper.close()
+
+
+MAX_IDLE_DESCRIPTORS = 18
+"""Of a keeper without a store; each store has six or more."""
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def test_a_store_dropped_before_torch_is_there_frees_its_port_at_once(keeper: Keeper) -> None:

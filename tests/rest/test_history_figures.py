@@ -9,7 +9,6 @@ from sqlalchemy import Connection
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.hardware import policy
 from rsup.supervisor.hardware.device_machine import Sighted, decide
-from rsup.supervisor.hardware.device_machine import as_evidence as sighting_of
 from rsup.supervisor.hardware.states import clear_dossier
 from rsup.supervisor.hardware_clusters import clusters
 from rsup.supervisor.offenders import offenders
@@ -19,6 +18,7 @@ from rsup.supervisor.rule_replay import ReplayTooLarge, replay_policy
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.wire import UsageError
+from tests.core.evidence_story import sighting_of
 from tests.rest.history_story import DAY, A, B, C, at, device, evidence, moves
 
 Open = Callable[..., Connection]

@@ -66,8 +66,11 @@ def test_goodput_counts_what_was_kept(served: Served) -> None:
     goodput = served.client().get("/api/v1/jobs/t1").json()["goodput"]
     # attempt 1 steps from 2 to 27 (25 iterations until the fault at 26, then 1 s standing), attempt 2 from 28 to 60
     assert goodput["wall_s"] == 60 and goodput["stepping_s"] == pytest.approx(25 + 32)
-    assert goodput["lost_s"] == pytest.approx(1 + 24 * 5 / 25)
-    assert goodput["ratio"] == pytest.approx((57 - 1 - 4.8) / 60)
+    lost = 23 * 5 / 25  # a second of the first 24 was a rerun
+    assert goodput["lost_s"] == pytest.approx(lost) and goodput["ratio"] == pytest.approx((23 - lost + 32) / 60)
+    parts = {name: took_s for name, took_s in goodput["parts"].items() if took_s}
+    expected = {"startup": 1, "rerun": 1, "restart": 1 + 0.8, "waiting": 1.2, "lost": lost, "productive": 55 - lost}
+    assert parts == pytest.approx(expected) and goodput["parts"]["checkpoint"] is None
 
 
 def test_a_job_that_never_stepped_has_no_goodput(served: Served) -> None:

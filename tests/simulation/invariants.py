@@ -39,10 +39,17 @@ class Watcher:
         self.evidence: dict[str, EvidenceSaved] = {}
         self.states: dict[str, str] = {}
         self.restarts: dict[JobKey, int] = {}
+        self.stops: dict[tuple[str, int], int] = {}
+        """Number of the command that told an agent to stop an attempt."""
+        self.collecting: dict[JobKey, dict[str, int]] = {}
+        """How many facts of each agent were known when stacks were last asked for."""
 
     def committed(self, records: list[Record]) -> None:
         """A transaction is on disk."""
-        moved = any(isinstance(one, EventLogged) and one.kind in ("CaseMoved", "CaseRestart") for one in records)
+        events = [record for record in records if isinstance(record, EventLogged)]
+        moved = any(event.kind in ("CaseMoved", "CaseRestart") for event in events)
+        in_process = any(event.kind.startswith("InProcess") for event in events)
+        free = moved or (in_process and not any(event.kind in ("Restart", "InProcessGivenUp") for event in events))
         for record in records:
             if isinstance(record, EventLogged):
                 story = self.events.setdefault(record.job, [])
@@ -60,7 +67,10 @@ class Watcher:
             elif isinstance(record, SubjectSaved):
                 self.states[record.subject] = record.state
             elif isinstance(record, JobSaved):
-                self._saved(record, moved)
+                self._saved(record, free)
+        for record in records:
+            if isinstance(record, JobSaved):
+                self._culprits_were_silent(record, [event for event in events if event.job == record.job])
 
     def answered(self, agent: SimAgent, answer: wire.CaseStored) -> None:
         """A rank hears that its report is kept: it is on disk, in the store or in its agent's spool."""
@@ -75,7 +85,23 @@ class Watcher:
         for case in state.cases:
             assert case.num_reruns <= MAX_RERUNS + state.budget.restarts and case.num_returns <= MAX_RETURNS, case
 
-    def _saved(self, record: JobSaved, moved: bool) -> None:
+    def _culprits_were_silent(self, record: JobSaved, events: list[EventLogged]) -> None:
+        """No rank is ended alone that was heard from since stacks were asked for."""
+        agents = self.world.agents
+        for event in events:
+            if event.kind == "TakeStacks":
+                self.collecting[record.job] = {agent_id: self.acked.get(agent_id, 0) for agent_id in agents}
+            elif event.kind == "EndRanks":
+                known = self.collecting[record.job]
+                news = [
+                    fact for name, agent in agents.items() for fact in agent.facts[known.get(name, 0) : self.acked.get(name, 0)]
+                ]
+                told = [
+                    f.rank for f in news if isinstance(f, wire.EntryBegun | wire.RankFaulted) and f.attempt == event.attempt
+                ]
+                assert event.rank not in told, f"{event.text}, and it was heard from"
+
+    def _saved(self, record: JobSaved, free: bool) -> None:
         before = self.saved.get(record.job)
         if before is not None:
             assert record.epoch >= before.epoch, "an epoch fell"
@@ -92,8 +118,8 @@ class Watcher:
             ), "a hole in an outbox"
             self.acked[agent_id] = agent.acked_fact
         self._cases_are_bounded(state)
-        if moved:
-            assert state.budget.restarts == self.restarts.get(record.job, 0), "a case has cost a restart"
+        if free:
+            assert state.budget.restarts == self.restarts.get(record.job, 0), "a case, or a restart in process, has cost one"
         self.restarts[record.job] = state.budget.restarts
         policy = state.spec.policy
         if policy.mode == "count":
@@ -106,6 +132,12 @@ class Watcher:
         if isinstance(message, wire.Order | wire.Welcome):
             assert message.acked_fact <= self.acked.get(agent.agent_id, 0), "acknowledged before it was committed"
             assert message.acked_fact <= agent.spool.last, "acknowledged what was never said"
+        for command in message.commands if isinstance(message, wire.Order) else ():
+            if isinstance(command, wire.StopAttempt):
+                self.stops.setdefault((agent.agent_id, command.attempt), command.sequence)
+            elif isinstance(command, wire.RestartInProcess):
+                stop = self.stops.get((agent.agent_id, command.attempt), command.sequence)
+                assert command.sequence <= stop, f"{command} after StopAttempt"
 
     def look(self) -> None:
         """After every event."""

@@ -62,7 +62,8 @@ class SimAgent:
         self.heard_s = -1e9
         self.hello_s = -1e9
         self.sent = 0
-        self.sent_s = 0.0
+        self.acked_seen = 0
+        self.ack_moved_s = 0.0
         self.num_notes = 0
         self.tick()
 
@@ -111,6 +112,11 @@ class SimAgent:
                     self._later(0.05, ev.StoreReady(action.attempt, self.info.host, 29500))
             case ev.SpawnRanks():
                 self._spawn(action.command)
+            case ev.ReplaceRank():
+                self._replace(action)
+            case ev.TellPeers():
+                attempt = self.state.attempt
+                self.world.after(0.01, lambda: self.training.restarts.leave(attempt))
             case ev.SignalRanks():
                 for local_rank in action.local_ranks:
                     self._signal(self.ranks[local_rank], int(action.signum))
@@ -145,6 +151,18 @@ class SimAgent:
             hello = wire.RankHello(rank.rank, command.attempt, rank.pid, rank.device, training.plan.takes_requests)
             self.feed(ev.RankMessage(command.attempt, i, hello))
         training.add(command.attempt, command.world_size, self.ranks)
+
+    def _replace(self, action: ev.ReplaceRank) -> None:
+        """A new process for a rank that is dead."""
+        local_rank, attempt = action.local_rank, action.attempt
+        old = self.ranks[local_rank]
+        assert not old.alive, f"two processes of rank {old.rank}"
+        if self.world.is_bad and self.world.random.random() < self.world.chaos.start_failure:
+            self._later(0.05, ev.ReplaceFailure(attempt, local_rank, "no memory"))
+            return
+        new = self.ranks[local_rank] = SimRank(self, old.rank, self.world.next_pid(), old.device)
+        self._later(0.02, ev.RankReplaced(attempt, local_rank, new.pid))
+        self.training.restarts.joins(attempt, new)
 
     def _signal(self, rank: SimRank, signum: int) -> None:
         if rank.alive and (signum == 9 or not rank.hung):
@@ -186,7 +204,10 @@ class SimAgent:
                 rank.alive = False
                 local_rank = self.ranks.index(rank)
                 iteration = self.training.iteration
-                self.feed(ev.RankDied(self.state.attempt, local_rank, exit_code, signal, iteration, "step", error))
+                attempt = self.state.attempt
+                self.feed(ev.RankDied(attempt, local_rank, exit_code, signal, iteration, "step", error))
+                if exit_code:
+                    self.training.restarts.died(attempt)
 
         self.world.after(after_s, now)
 
@@ -267,7 +288,12 @@ class SimAgent:
             hello = wire.Hello(speaks, wire.RELEASE, self.info, self.spec, self.state.epoch, attempt, self.job_id, self.run)
             self.world.to_supervisor(self, hello)
             return
-        again = self.world.now_s - self.sent_s >= RESEND_S
+        now_s, acked = self.world.now_s, self.spool.acked
+        if acked != self.acked_seen or self.sent <= acked:
+            self.acked_seen, self.ack_moved_s = acked, now_s
+        again = now_s - self.ack_moved_s >= RESEND_S
+        if again:
+            self.ack_moved_s = now_s
         if not self.send_facts(again=again) and int(self.world.now_s / TICK_S) % 2 == 0:
             self.world.to_supervisor(self, self._report())
 
@@ -275,7 +301,8 @@ class SimAgent:
         beats = []
         training = self.training if self.state.start is not None else None
         if training is not None and training.plan.shows_iterations:
-            beats = [wire.RankBeat(r.rank, r.pid, training.iteration, 0.1, 0.1) for r in self.ranks if r.alive]
+            done = training.iteration
+            beats = [wire.RankBeat(r.rank, r.pid, done - r.hung, 0.1, 0.1) for r in self.ranks if r.alive]
         return wire.Report(self.agent_id, self.state.epoch, self.state.last_command, first, facts or [], beats)
 
     def send_facts(self, again: bool = False) -> bool:
@@ -285,7 +312,7 @@ class SimAgent:
         pending = self.spool.pending(self.spool.acked if again else max(self.sent, self.spool.acked), max_facts=20)
         if not pending:
             return False
-        self.sent, self.sent_s = pending[-1][0], self.world.now_s
+        self.sent = pending[-1][0]
         self.world.to_supervisor(self, self._report(pending[0][0], [fact for _, fact in pending]))
         return True
 

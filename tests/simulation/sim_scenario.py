@@ -7,7 +7,7 @@ from random import Random
 
 from rsup.launcher import process_events as ev
 from rsup.supervisor.store import Store
-from rsup.supervisor.wire import JobSpec, Limits, RestartPolicy
+from rsup.supervisor.wire import InProcessPolicy, JobSpec, Limits, RestartPolicy
 from tests.simulation.sim_cases import KINDS, CaseFault
 from tests.simulation.sim_training import Fault, Plan
 from tests.simulation.sim_world import Chaos, World
@@ -27,6 +27,7 @@ class Scenario:
         chaos = Chaos() if self.quiet else self._chaos()
         self.world = World(seed, store, chaos)
         self.world.plans["job"] = self.plan = self._plan()
+        self._plan_restarts(random.Random(seed * 17 + 3))
         self.spec = self._spec()
         self.num_spare_devices = self._plan_cases(random.Random(seed * 31 + 5))
         names = [f"a{i}" for i in range(self.num_nodes + self.num_spares)]
@@ -69,12 +70,23 @@ class Scenario:
     def _plan_cases(self, rng: Random) -> int:
         """Rejected results; return how many spare devices each node has."""
         num_ranks = self.num_nodes * self.ranks_per_node
-        for _ in range(0 if self.quiet else rng.choice([0, 0, 0, 1, 1, 2])):
+        for _ in range(0 if self.quiet or self.plan.restartable else rng.choice([0, 0, 0, 1, 1, 2])):
             rank = rng.randrange(num_ranks)
             device = f"GPU-node-a{rank // self.ranks_per_node}-{rank % self.ranks_per_node}"
             iteration, dies = rng.randint(1, self.plan.num_iterations), rng.random() < 0.15
             self.plan.cases.append(CaseFault(rng.choice(KINDS), rank, iteration, device, dies))
         return rng.choice([0, 0, 1, 2])
+
+    def _plan_restarts(self, rng: Random) -> None:
+        """A script whose ranks can enter their training function again, in a third of the worlds."""
+        self.in_process = InProcessPolicy(rng.choice([5.0, 20.0]), max_restarts=rng.choice([None, None, 2]))
+        if rng.random() > 0.35:
+            return
+        self.plan.restartable = True
+        num_ranks = self.num_nodes * self.ranks_per_node
+        for _ in range(0 if self.quiet else rng.choice([1, 2, 4])):
+            kind = rng.choice(["exception", "exception", "signal", "signal", "hang", "stuck"])
+            self.plan.faults.append(Fault(rng.randrange(num_ranks), rng.randint(1, 40), kind, 9, repeat=rng.random() < 0.1))
 
     def _spec(self) -> JobSpec:
         rng = self.random
@@ -94,6 +106,7 @@ class Scenario:
             command=["train.py"],
             limits=Limits(sections={"step": 3.0}, enforce_calculated=True),
             policy=policy,
+            in_process=self.in_process,
             stop_grace_s=2.0,
             join_timeout_s=90.0,
             last_call_s=rng.choice([0.0, 3.0]),

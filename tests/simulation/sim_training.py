@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.simulation.sim_cases import CaseFault, CaseScript
+from tests.simulation.sim_restarts import Restarts
 
 if TYPE_CHECKING:
     from tests.simulation.sim_agent import SimAgent
+    from tests.simulation.sim_world import World
 
 STEP_S = 0.5
 
 
 @dataclass
 class Fault:
-    """`kind`: `exit`, `signal`, `hang`, `victim` (exit, and a peer that reports a closed connection first)."""
+    """`kind`: `exit`, `signal`, `hang`, `victim` (exit, and a peer that reports a closed connection first); where ranks can
+    restart in their processes also `exception`, and `stuck` (an exception, and the rank never comes back)."""
 
     rank: int
     iteration: int
@@ -39,6 +42,7 @@ class Plan:
     cases: list[CaseFault] = field(default_factory=list)
     takes_requests: bool = True
     shows_iterations: bool = True
+    restartable: bool = False
 
 
 @dataclass
@@ -51,6 +55,14 @@ class SimRank:
     device: str = ""
     alive: bool = True
     hung: bool = False
+    entry: int = 0
+    """The last one that it began."""
+    inside: bool = False
+    """In its training function."""
+    ready: bool = False
+    """Waits for the others, to enter together."""
+    entering: bool = False
+    """All have met; it enters in a moment."""
 
 
 class Training:
@@ -66,6 +78,11 @@ class Training:
         self.leave_asked = False
         self.stepping = False
         self.cases = CaseScript(self)
+        self.restarts = Restarts(self)
+
+    @property
+    def world(self) -> World:
+        return next(iter(self.ranks.values())).agent.world
 
     def add(self, attempt: int, world_size: int, new: list[SimRank]) -> None:
         """Ranks of an attempt have been spawned; the first ones of a new attempt begin it."""
@@ -79,13 +96,22 @@ class Training:
         for rank in new:
             self.ranks[rank.rank] = rank
         if len(self.ranks) == self.world_size:
-            new[0].agent.world.after(STEP_S, lambda: self.step(attempt))
+            if self.plan.restartable:
+                self.restarts.begin(attempt)
+            else:
+                self.after_step(attempt)
+
+    def after_step(self, attempt: int, entry: int = 0) -> None:
+        """The next iteration; `entry`: into which the ranks have to be for it."""
+        self.world.after(STEP_S, lambda: self.step(attempt, entry))
 
     def running(self, rank: SimRank) -> bool:
         return self.ranks.get(rank.rank) is rank
 
-    def step(self, attempt: int) -> None:
+    def step(self, attempt: int, entry: int = 0) -> None:
         """One iteration of all ranks, or nothing if one of them cannot."""
+        if entry and not all(rank.inside and rank.entry == entry for rank in self.ranks.values()):
+            return
         if attempt != self.attempt or not all(rank.alive and not rank.hung for rank in self.ranks.values()):
             return
         self.iteration += 1
@@ -95,7 +121,7 @@ class Training:
                 self._strike(fault)
                 return
         if not self.cases.strikes():
-            self.finish_step(attempt)
+            self.finish_step(attempt, entry)
 
     def save(self, iteration: int) -> None:
         """Write a checkpoint of that many completed iterations, unless it is the newest one already."""
@@ -103,20 +129,21 @@ class Training:
             self.checkpoint = iteration
             self.ranks[0].agent.commit_checkpoint(self.attempt, 0, iteration)
 
-    def finish_step(self, attempt: int) -> None:
+    def finish_step(self, attempt: int, entry: int = 0) -> None:
         """The iteration's results are good: save where that is due, and go on."""
-        writer = self.ranks[0].agent
         if self.iteration % self.plan.save_interval == 0 or self.leave_asked:
             self.save(self.iteration)
         if self.iteration >= self.plan.num_iterations or self.leave_asked:
             for rank in list(self.ranks.values()):
                 rank.agent.die(rank, 0, after_s=0.01 * (1 + rank.rank))
             return
-        writer.world.after(STEP_S, lambda: self.step(attempt))
+        self.after_step(attempt, entry)
 
     def _strike(self, fault: Fault) -> None:
         rank = self.ranks[fault.rank]
-        if fault.kind == "hang":
+        if fault.kind in ("exception", "stuck"):
+            self.restarts.faulted(rank, fault.kind)
+        elif fault.kind == "hang":
             rank.hung = True
             rank.agent.world.after(3.0, lambda: self._overdue(rank))
         elif fault.kind == "signal":

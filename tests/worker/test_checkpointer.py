@@ -104,6 +104,28 @@ def test_a_stale_attempt_is_told_by_poll_and_by_finish(group, directory) -> None
     assert directory.iterations() == []
 
 
+def test_a_save_of_an_entry_that_was_left_is_in_nobodys_way(group, directory) -> None:
+    """After an in-process restart its thread may still be stuck with a peer: another folder, no commit after a claim."""
+    gate, at_gate = threading.Event(), threading.Event()
+
+    def wait(point: str, iteration: int) -> None:
+        if point == "written":
+            at_gate.set()
+            assert gate.wait(20)
+
+    stuck = Checkpointer(directory, directory.claim("a", 1), group, wait)
+    stuck.save(2, {"x": torch.ones(2)}, {})
+    assert at_gate.wait(20)
+    stuck.abandon(0.01)
+    assert stuck.is_saving
+    again = directory.claim("a", 1)  # the next entry's, of the same attempt
+    newer = directory.make_temporary(again, 2)
+    gate.set()
+    result = stuck.finish()
+    assert result is not None and result.error  # its files went with the claim
+    assert newer.is_dir() and directory.iterations() == []
+
+
 def test_a_failed_commit_leaves_the_checkpoint_before_current(group, directory) -> None:
     owner = directory.claim("a", 1)
     saver = Checkpointer(directory, owner, group)

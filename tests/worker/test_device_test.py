@@ -10,7 +10,8 @@ import torch
 
 from rsup.supervisor.wire import UsageError
 from rsup.worker.device_test import float64_bound as bound
-from rsup.worker.device_test.command import Chosen, choose, lines_of, parser
+from rsup.worker.device_test.chosen import Chosen, choose
+from rsup.worker.device_test.command import lines_of, parser
 from rsup.worker.device_test.computations import Computation, Missing, computations, digest
 from rsup.worker.device_test.injected_fault import read_fault
 from rsup.worker.device_test.judging import Known, judge, learned, record_key

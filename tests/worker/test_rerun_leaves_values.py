@@ -83,7 +83,7 @@ def test_a_value_is_a_copy() -> None:
     """P7: scaling the loss in place after the check changes nothing."""
     loss = torch.tensor([[2.0]], requires_grad=True) * 1
     value = as_value(loss)
-    assert isinstance(value, torch.Tensor) and value.shape == () and not value.requires_grad
+    assert isinstance(value, float), "on the CPU it is read at once"
     with torch.no_grad():
         loss /= 8
     assert read_values([value, 3.5, as_value(torch.tensor(0.1, dtype=torch.bfloat16))]) == [2.0, 3.5, 0.10009765625]

@@ -37,26 +37,26 @@ SEED_FLAGS = [
     ("--ft-num-warmup-iters", 5, "1.2", IMPLEMENTED),
     ("--calc-ft-timeouts", False, "1.2", IMPLEMENTED),
     ("--enable-ft-package", False, "1.2", IMPLEMENTED),
-    ("--inprocess-restart", False, "1.3", LATER),
-    ("--inprocess-granularity", "node", "1.3", LATER),
-    ("--inprocess-max-iterations", None, "1.3", LATER),
-    ("--inprocess-monitor-thread-interval", 1.0, "1.3", LATER),
-    ("--inprocess-monitor-process-interval", 1.0, "1.3", LATER),
-    ("--inprocess-progress-watchdog-interval", 1.0, "1.3", LATER),
-    ("--inprocess-heartbeat-interval", 30.0, "1.3", LATER),
-    ("--inprocess-heartbeat-timeout", 60.0, "1.3", LATER),
-    ("--inprocess-soft-timeout", 60.0, "1.3", LATER),
-    ("--inprocess-hard-timeout", 90.0, "1.3", LATER),
-    ("--inprocess-barrier-timeout", 120.0, "1.3", LATER),
-    ("--inprocess-completion-timeout", 120.0, "1.3", LATER),
-    ("--inprocess-last-call-wait", 1.0, "1.3", LATER),
-    ("--inprocess-termination-grace-time", 1.0, "1.3", LATER),
-    ("--inprocess-active-world-size", None, "1.3", LATER),
-    ("--inprocess-empty-cuda-cache", False, "1.3", LATER),
+    ("--inprocess-restart", False, "1.3", IMPLEMENTED),
+    ("--inprocess-granularity", "node", "1.3", IMPLEMENTED),
+    ("--inprocess-max-iterations", None, "1.3", IMPLEMENTED),
+    ("--inprocess-monitor-thread-interval", 1.0, "1.3", IMPLEMENTED),
+    ("--inprocess-monitor-process-interval", 1.0, "1.3", IMPLEMENTED),
+    ("--inprocess-progress-watchdog-interval", 1.0, "1.3", IMPLEMENTED),
+    ("--inprocess-heartbeat-interval", 30.0, "1.3", IMPLEMENTED),
+    ("--inprocess-heartbeat-timeout", 60.0, "1.3", IMPLEMENTED),
+    ("--inprocess-soft-timeout", 60.0, "1.3", IMPLEMENTED),
+    ("--inprocess-hard-timeout", 90.0, "1.3", IMPLEMENTED),
+    ("--inprocess-barrier-timeout", 120.0, "1.3", IMPLEMENTED),
+    ("--inprocess-completion-timeout", 120.0, "1.3", IMPLEMENTED),
+    ("--inprocess-last-call-wait", 0.0, "1.3", IMPLEMENTED),
+    ("--inprocess-termination-grace-time", 1.0, "1.3", IMPLEMENTED),
+    ("--inprocess-active-world-size", None, "1.3", IMPLEMENTED),
+    ("--inprocess-empty-cuda-cache", False, "1.3", IMPLEMENTED),
     ("--exit-signal-handler", False, "1.4", IMPLEMENTED),
     ("--save", None, "1.4", IMPLEMENTED),
     ("--save-interval", None, "1.4", IMPLEMENTED),
-    ("--non-persistent-save-interval", None, "1.4", LATER),
+    ("--non-persistent-save-interval", None, "1.4", IMPLEMENTED),
     ("--exit-duration-in-mins", None, "1.4", IMPLEMENTED),
     ("--exit-interval", None, "1.4", IMPLEMENTED),
     ("--phase-transition-iterations", (), "1.4", IMPLEMENTED),
@@ -86,7 +86,7 @@ SEED_FLAGS = [
     ("--cpu-offloading", False, "3.3", LATER),
     ("--fine-grained-offloading-max-inflight-offloads", None, "3.3", LATER),
     ("--moe-expert-rank-capacity-factor", None, "5", LATER),
-    ("--empty-unused-memory-level", 0, "5", LATER),
+    ("--empty-unused-memory-level", 0, "5", IMPLEMENTED),
 ]
 NAMES = {where: [flag for flag, _, _, place in SEED_FLAGS if place == where] for where in (IMPLEMENTED, LATER, LAUNCHER)}
 
@@ -257,6 +257,36 @@ def checkpoints_come_at_intervals(bench: Bench) -> None:
     assert sorted(path.name for path in bench.save.glob("iter_*")) == ["iter_0000002", "iter_0000004", "iter_0000005"]
 
 
+def local_checkpoints_come_at_intervals(bench: Bench) -> None:
+    options = ("--iterations", "7", "--save-interval", "4", "--non-persistent-save-interval", "2", "--no-async-save")
+    local = ("--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(bench.save.with_name("local")))
+    text = bench.text(*options, *local, "--save", str(bench.save))
+    assert re.findall(r"local checkpoint of iteration (\d+) is whole", text) == ["2", "6"]  # at 4 there is a durable one
+
+
+TINY = "num-layers=1 hidden-size=16 num-attention-heads=2 seq-length=16 micro-batch-size=2 iterations=1 eval-iters=1"
+EMPTYING = """
+import sys
+import rsup.worker.reference.evaluate as evaluate, rsup.worker.reference.training_step as training_step
+from rsup.worker.reference.train import run_as_program
+def told(level, at_level, device):
+    print(f"level {level} at {at_level}")
+evaluate.empty_unused_memory = training_step.empty_unused_memory = told
+sys.argv = ["train", *%r]
+run_as_program()
+"""
+
+
+def unused_memory_is_emptied_at_levels(bench: Bench) -> None:
+    """That level 1 empties at 1 and level 2 at both: `test_optimizer_offload.py`."""
+    script = bench.save.with_name("emptying.py")
+    arguments = [*(f"--{option}" for option in TINY.split()), "--empty-unused-memory-level", "2"]
+    script.write_text(EMPTYING % (arguments,))
+    run = bench.runs.start(1, script=script)
+    assert run.finish() == [0], run.text()
+    assert re.findall(r"level 2 at (\d)", run.text()) == ["1", "2", "1"]  # backward pass, optimizer, evaluation step
+
+
 def the_duration_ends_it(bench: Bench) -> None:
     assert "the time budget is used up" in bench.text("--iterations", "1000000", "--exit-duration-in-mins", "0.005")
 
@@ -267,7 +297,7 @@ def the_interval_ends_it(bench: Bench) -> None:
 
 def a_phase_ends_it(bench: Bench) -> None:
     assert "leaving after iteration 3: iteration 3 ends a phase" in bench.text(
-        "--iterations", "10", "--phase-transition-iterations", "3,7"
+        "--iterations", "10", "--phase-transition-iterations", "3,7", "--save", str(bench.save)
     )
 
 
@@ -359,6 +389,8 @@ EFFECTS: dict[str, Callable[[Bench], None]] = {
     "--exit-signal-handler": the_signal_saves,
     "--save": checkpoints_are_written,
     "--save-interval": checkpoints_come_at_intervals,
+    "--non-persistent-save-interval": local_checkpoints_come_at_intervals,
+    "--empty-unused-memory-level": unused_memory_is_emptied_at_levels,
     "--exit-duration-in-mins": the_duration_ends_it,
     "--exit-interval": the_interval_ends_it,
     "--phase-transition-iterations": a_phase_ends_it,

@@ -4,42 +4,32 @@ It knows nothing of the store: `rsup devices test` says which devices live jobs 
 """
 
 import argparse
-import importlib
 import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
-from msgspec import Struct
 
-from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.places import this_host
 from rsup.supervisor.wire import UsageError, now_us
+from rsup.worker.device_test.chosen import Chosen, begin_nvml, choose, devices_here
 from rsup.worker.device_test.device_users import processes_on_gpus, ranks_with
 from rsup.worker.device_test.injected_fault import read_fault
 from rsup.worker.device_test.judging import Known, judge, learned
 from rsup.worker.device_test.one_device import Order
-from rsup.worker.device_test.results import EXIT_CODES, PASSED, SKIPPED, DeviceReport, Range, TestResult, overall
+from rsup.worker.device_test.replay import ReplayedDevice, add_replays, replay_command, steps_of
+from rsup.worker.device_test.results import EXIT_CODES, PASSED, SKIPPED, DeviceReport, Range, overall
+from rsup.worker.numeric_faults import parse_numeric_fault
 
 DEFAULT_S = {"cuda": 30.0, "cpu": 5.0}
 STARTS_WITHIN_S = 180.0
 """What loading torch, making the inputs and the float64 checks may take on a busy machine."""
 SLOWEST = 4.0
 """Two rounds may take so many times the wanted duration."""
-
-
-class Chosen(Struct, frozen=True):
-    """A device of this node."""
-
-    uuid: str
-    kind: str
-    model: str = ""
-    index: int = -1
-    serial: str = ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,10 +49,16 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--all", action="store_true", help="all GPUs of this node; without GPUs two shares of its cores")
     parsed.add_argument("--duration", type=_seconds, metavar="S", help="about so long a device (GPU 30, CPU 5)")
     parsed.add_argument("--replay", metavar="CASE", default="", help="repeat the failing step of a case, too")
+    parsed.add_argument(
+        "--replay-command",
+        metavar="COMMAND",
+        default="",
+        help="of a script that calls replay_case; default: the reference trainer",
+    )
     parsed.add_argument("--force", action="store_true", help="also devices that a live job uses: it will be slowed down")
     parsed.add_argument("--device-inventory", metavar="FILE", help="[RSUP_DEVICE_INVENTORY]: CPU stand-ins by name")
     parsed.add_argument("--json", action="store_true", help="print the reports as JSON")
-    for hidden in ("--fault", "--held", "--records", "--results", "--size", "--replay-missing"):
+    for hidden in ("--fault", "--held", "--records", "--results", "--size", "--replay-steps", "--replay-missing"):
         parsed.add_argument(hidden, default="", help=argparse.SUPPRESS)
     return parsed
 
@@ -80,7 +76,7 @@ def _seconds(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     """Screen, print, and return the exit code. Raise `UsageError`."""
     arguments = parser().parse_args(list(argv))
-    read_fault(arguments.fault)
+    command, numeric_fault = replay_command(arguments.replay_command), _take_numeric_fault(arguments)
     here = devices_here(arguments)
     chosen = choose(arguments, here)
     held = {} if arguments.force else _users(chosen, arguments.held)
@@ -95,124 +91,44 @@ def main(argv: Sequence[str]) -> int:
     records_path = Path(arguments.records) if arguments.records else None
     records = read_records(records_path)
     judge(reports, records)
+    if arguments.replay:
+        known = {one.uuid: ReplayedDevice(one.uuid, one.kind, one.model, one.vbios, one.driver) for one in [*here, *chosen]}
+        steps, missing = steps_of(arguments.replay_steps), arguments.replay_missing
+        add_replays(reports, known, arguments.replay, steps, command, numeric_fault, missing)
     if records_path is not None and (now_known := learned(reports, records)) != records:
         write_records(records_path, now_known)
     if witness:
         other = reports.pop()
         if other.outcome != PASSED:
             print(f"{other.uuid}, the like device beside it: {other.outcome}: {other.reason}", file=sys.stderr)
-    if arguments.replay:
-        for report in reports:
-            _add_replay(report, arguments.replay, arguments.replay_missing)
     if arguments.results:
         Path(arguments.results).write_bytes(msgspec.json.encode(reports))
     _print(reports, arguments.json, time.monotonic() - started_s)
     return EXIT_CODES[overall(reports)]
 
 
+def _take_numeric_fault(arguments: argparse.Namespace) -> str:
+    """A fault for the replayed step (`site=` says so) is none for the screen. Raise `UsageError`."""
+    if "site=" not in arguments.fault:
+        read_fault(arguments.fault)
+        return ""
+    fault = parse_numeric_fault(arguments.fault)
+    if not fault.device or not arguments.replay:
+        raise UsageError(f"--fault {arguments.fault}: a fault with site= is for a replay: give device=ID, and --replay CASE")
+    text, arguments.fault = arguments.fault, ""
+    return str(text)
+
+
 def _users(chosen: Sequence[Chosen], held: str) -> dict[str, str]:
     """Who uses which device. `held`: what the store says, `UUID=JOB,...`."""
     found = ranks_with(device.uuid for device in chosen if device.kind == "cpu")
     if gpus := [device.uuid for device in chosen if device.kind == "cuda"]:
-        nvml = _begin_nvml()
+        nvml = begin_nvml()
         found |= processes_on_gpus(nvml, gpus) if nvml is not None else {}
     for uuid, _, job in (word.partition("=") for word in held.split(",") if word):
         if any(device.uuid == uuid for device in chosen):
             found[uuid] = f"job {job} uses it"
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ which devices
-
-
-def devices_here(arguments: argparse.Namespace) -> list[Chosen]:
-    """Those of this node that can be named: GPUs as NVML lists them; without any, an inventory file's or two CPU stand-ins."""
-    if gpus := _gpus():
-        return gpus
-    file = arguments.device_inventory or os.environ.get("RSUP_DEVICE_INVENTORY", "")
-    if file:
-        return _listed(Path(file))
-    return [Chosen(f"CPU-{boot_id() or 'unknown'}-{number}", "cpu", index=number) for number in range(2)]
-
-
-def choose(arguments: argparse.Namespace, found: Sequence[Chosen]) -> list[Chosen]:
-    """Those that were named. Raise `UsageError` for a name that none has, or several."""
-    if arguments.all or arguments.device == ["cpu"]:
-        if arguments.device and arguments.device != ["cpu"]:
-            raise UsageError("--all: name no devices with it")
-        if arguments.device == ["cpu"]:
-            return [Chosen(f"CPU-{boot_id() or 'unknown'}-{number}", "cpu", index=number) for number in range(2)]
-        return list(found)
-    if not arguments.device:
-        raise UsageError("which device? Name one, or --all; `rsup devices list` shows them")
-    chosen: list[Chosen] = []
-    for name in arguments.device:
-        exact = [one for one in found if name in (one.uuid, one.serial, str(one.index))]
-        fitting = exact or [one for one in found if len(name) >= 4 and one.uuid.startswith(name)]
-        if len(fitting) != 1:
-            which = "several devices have" if fitting else "this node has no device"
-            names = ", ".join(one.uuid for one in (fitting or found)[:4])
-            raise UsageError(f"{name}: {which} that name: {names}{', ...' if len(found) > 4 else ''}")
-        chosen += [one for one in fitting if one not in chosen]
-    return chosen
-
-
-def _gpus() -> list[Chosen]:
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
-        return []
-    nvml = _begin_nvml()
-    found: list[Chosen] = []
-    if nvml is None:
-        return found
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        try:
-            serial = _text(nvml.nvmlDeviceGetSerial(handle))
-        except nvml.NVMLError:
-            serial = ""
-        found.append(
-            Chosen(_text(nvml.nvmlDeviceGetUUID(handle)), "cuda", _text(nvml.nvmlDeviceGetName(handle)), index, serial)
-        )
-    return found
-
-
-def _begin_nvml() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        return nvml
-    except Exception:  # no bindings, no driver, no library
-        return None
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-class _Record(Struct):
-    uuid: str
-    model: str = ""
-    serial: str = ""
-    node: str = ""
-
-
-class _Listing(Struct):
-    devices: list[_Record]
-
-
-def _listed(path: Path) -> list[Chosen]:
-    try:
-        data = path.read_bytes()
-        is_object = data.lstrip()[:1] == b"{"
-        records = (
-            msgspec.json.decode(data, type=_Listing).devices if is_object else msgspec.json.decode(data, type=list[_Record])
-        )
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(f"--device-inventory {path}: {str(error).splitlines()[0]}") from None
-    here = [record for record in records if record.node in ("", this_host())]
-    return [Chosen(record.uuid, "cpu", record.model, index, record.serial) for index, record in enumerate(here)]
 
 
 # ------------------------------------------------------------------------------------------------------- the processes
@@ -303,15 +219,6 @@ def _left_alone(device: Chosen, who: str) -> DeviceReport:
     report = _no_report(device, f"{who}: wait for its end, or --force")
     report.was_tried = False
     return report
-
-
-def _add_replay(report: DeviceReport, case: str, missing: str) -> None:
-    """The step of a case cannot be repeated from here: it needs the job's own program."""
-    from rsup.worker.device_test.results import whole
-
-    reason = missing or "the step needs the job's own program: resume the job on this device, its checkpoint repeats the step"
-    report.tests.append(TestResult(name=f"replay of {case}", outcome=SKIPPED, reason=reason))
-    report.outcome, report.reason = whole(report.tests)
 
 
 # --------------------------------------------------------------------------------------------- records, and what is shown

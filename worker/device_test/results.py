@@ -28,6 +28,8 @@ class TestResult(Struct, kw_only=True):
     """Largest deviation from float64, as a share of what rounding can explain."""
     compared_with: list[str] = []
     """`itself`, `float64`, `record`, or the UUID of a like device."""
+    values: dict[str, str] = {}
+    """Of a replayed step: what came out, by check (`repr` of floats)."""
     is_required: bool = True
     """Without it the whole is no pass. False: this device does not have what it needs."""
 

@@ -8,6 +8,7 @@ from rsup.worker.reference.micro_batches import MicroBatches
 from rsup.worker.reference.model import GPT
 from rsup.worker.reference.optimizer_schedule import LearningRate
 from rsup.worker.reference.options import Options
+from rsup.worker.reference.worker_batches import WorkerBatches
 
 
 def make_model(options: Options) -> GPT:
@@ -47,11 +48,13 @@ def make_schedule(options: Options) -> LearningRate:
 
 def make_loader(text: Text, options: Options, rank: int) -> MicroBatches:
     """That rank's micro-batches of the training split."""
-    return MicroBatches(
-        text,
-        rank,
-        options.micro_batch_size,
-        options.samples_per_pass,
-        options.global_batch_size,
+    of_this_rank = (text, rank, options.micro_batch_size, options.samples_per_pass, options.global_batch_size)
+    if not options.num_workers:
+        return MicroBatches(*of_this_rank, poisons(options.fault, rank))
+    return WorkerBatches(
+        *of_this_rank,
         poisons(options.fault, rank),
+        num_workers=options.num_workers,
+        start_method=options.dataloader_start_method,
+        signals=options.worker_signals,
     )

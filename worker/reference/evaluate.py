@@ -9,6 +9,7 @@ from rsup.worker.reference.model import mean_loss
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
 from rsup.worker.rerun.state_machine import RerunStateMachine
+from rsup.worker.unused_memory import empty_unused_memory
 
 
 def evaluate(
@@ -33,6 +34,7 @@ def evaluate(
                 loss = mean_loss(module, text, options.bf16)
                 rerun.validate_loss(loss)
                 total += loss.double().cpu()
+            empty_unused_memory(options.empty_unused_memory_level, 1, ranks.device)
     finally:
         module.train()
     dist.all_reduce(total, group=ranks.control)

@@ -32,6 +32,7 @@ class MicroBatches:
         self._samples_per_pass = samples_per_pass
         self._global_batch_size = global_batch_size
         self._is_poisoned = is_poisoned
+        self._base = 0
         self.seek(0, 0)
 
     def seek(self, iteration: int, consumed_samples: int) -> None:
@@ -39,13 +40,23 @@ class MicroBatches:
         self._iteration = iteration
         self._since = self._next = consumed_samples
 
+    def count_from(self, base: int) -> None:
+        """Sample `base` of the job is the first of the text: a phase has data of its own, from their beginning."""
+        self._base = base
+
+    def close(self) -> None:
+        """End what reads ahead; here nothing does."""
+
+    def _read(self, first: int) -> torch.Tensor:
+        return self._text.samples(first + self._offset, self._micro_batch_size)
+
     def __iter__(self) -> "MicroBatches":
         return self
 
     def __next__(self) -> Batch:
         done = self._next - self._since
         iteration = self._iteration + done // self._global_batch_size + 1
-        text = self._text.samples(self._next + self._offset, self._micro_batch_size)
+        text = self._read(self._next - self._base)
         weight = torch.ones(self._micro_batch_size)
         if done % self._global_batch_size == 0 and self._is_poisoned(iteration):
             weight[0] = float("nan")

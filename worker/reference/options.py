@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rsup.supervisor.wire import UsageError
-from rsup.worker.exit_policy import ExitPlan, may_save_at
+from rsup.worker.exit_policy import ExitPlan, may_save_at, problem_of_phases
 from rsup.worker.faults import Fault, check_fault, parse_any_fault
+from rsup.worker.inprocess.settings import GRANULARITIES, InProcessSettings, check_settings
+from rsup.worker.local_checkpoint_plan import Replication, check_replication
 from rsup.worker.numeric_faults import NumericFault
+from rsup.worker.phases import current_phase
 from rsup.worker.reference.optimizer_schedule import DECAY_STYLES
 from rsup.worker.rerun.contract import INJECTION_TYPES, ON_APPLICATION, ON_TRANSIENT, RERUN_MODES, RerunConfig, rerun_mode
 
 _STILL_TO_COME = """
-    --inprocess-restart --inprocess-max-iterations --inprocess-monitor-thread-interval --inprocess-monitor-process-interval
-    --inprocess-progress-watchdog-interval --inprocess-heartbeat-interval --inprocess-heartbeat-timeout
-    --inprocess-soft-timeout --inprocess-hard-timeout --inprocess-barrier-timeout --inprocess-completion-timeout
-    --inprocess-last-call-wait --inprocess-termination-grace-time --inprocess-granularity --inprocess-active-world-size
-    --inprocess-empty-cuda-cache
-    --non-persistent-save-interval --empty-unused-memory-level
     --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
     --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
     --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
@@ -38,7 +35,7 @@ STILL_TO_COME = frozenset(_STILL_TO_COME.split())
 LAUNCHER_PREFIX = "--ft-param-"
 
 
-def _flag(default: Any, help: str, kind: Any = None, *aliases: str, choices: Sequence[str] = ()) -> Any:
+def _flag(default: Any, help: str, kind: Any = None, *aliases: str, choices: Sequence[Any] = ()) -> Any:
     return field(default=default, metadata={"help": help, "kind": kind, "aliases": aliases, "choices": choices})
 
 
@@ -74,6 +71,10 @@ def _iterations(text: str) -> tuple[int, ...]:
     return tuple(_whole(part) for part in text.split(","))
 
 
+def _signals(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_signal(part.strip()) for part in text.split(",")))
+
+
 def _signal(text: str) -> str:
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
@@ -84,7 +85,7 @@ def _signal(text: str) -> str:
 for _kind, _name in ((_whole, "count"), (_not_negative, "count"), (_rate, "number"), (_probability, "probability")):
     _kind.__name__ = _name  # argparse says "invalid count value: 'x'"
 _iterations.__name__ = "list of iterations"
-_signal.__name__ = "signal"
+_signals.__name__ = "list of signals"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class Options:
     adam_eps: float = _flag(1e-8, "AdamW's epsilon", _rate)
     clip_grad: float = _flag(1.0, "greatest norm of the gradient; 0: no limit", _rate)
 
+    num_workers: int = _flag(0, "processes of a rank that read its data ahead", _not_negative)
+    dataloader_start_method: str | None = _flag(
+        None, "how these processes start; default: torch's", str, choices=("fork", "spawn", "forkserver")
+    )
     eval_interval: int = _flag(1000, "iterations between evaluations", _whole)
     eval_iters: int = _flag(10, "steps of an evaluation; 0: none", _not_negative)
     log_interval: int = _flag(10, "iterations between log lines", _whole)
@@ -127,12 +132,44 @@ class Options:
     save_interval: int | None = _flag(None, "iterations between checkpoints", _whole)
     async_save: bool = _flag(True, "write checkpoints beside the training (default)")
     keep_checkpoints: int = _flag(3, "checkpoints to keep, the newest", _whole)
+    non_persistent_save_interval: int | None = _flag(
+        None, "iterations between local checkpoints, which are not durable", _whole
+    )
+    non_persistent_ckpt_type: str | None = _flag(
+        None, "where local checkpoints are: on local disk, or in shared memory", str, choices=("local", "in_memory")
+    )
+    non_persistent_local_ckpt_dir: str | None = _flag(None, "directory of local checkpoints, on each node its own", str)
+    non_persistent_local_ckpt_algo: str = _flag(
+        "fully_parallel",
+        "what ranks have alike is divided among them, or kept by each",
+        str,
+        choices=("fully_parallel", "atomic"),
+    )
+    replication: bool = _flag(False, "keep copies of each rank's local checkpoint on other nodes")
+    replication_jump: int | None = _flag(None, "ranks between those that keep the same part; default: the next node's", _whole)
+    replication_factor: int = _flag(2, "ranks that have each part, its own included", _whole)
+    require_loader_state: bool = _flag(
+        False, "fail where the state of the data loader cannot be saved, or is not in the checkpoint"
+    )
+    offload_optimizer_during_evaluation: bool = _flag(False, "keep the optimizer's state in host memory during evaluations")
+    empty_unused_memory_level: int = _flag(
+        0,
+        "empty the CUDA cache in each iteration: 1 after the backward pass, 2 after the optimizer too",
+        int,
+        choices=(0, 1, 2),
+    )
     exit_on_missing_checkpoint: bool = _flag(False, "fail when there is no whole checkpoint to resume from")
 
     exit_interval: int | None = _flag(None, "save and leave at every multiple of this iteration", _whole)
     exit_duration_in_mins: float | None = _flag(None, "save and leave after so many minutes", _rate)
-    exit_signal_handler: bool = _flag(False, "on the exit signal: save, then leave with 0")
-    exit_signal: str = _flag("SIGTERM", "the signal of --exit-signal-handler", _signal)
+    exit_signal_handler: bool = _flag(False, "on an exit signal to any rank: save, then leave with 0")
+    exit_signal: tuple[str, ...] = _flag((), "signals of --exit-signal-handler, comma-separated; default: SIGTERM", _signals)
+    exit_signal_handler_for_training: bool = _flag(
+        False, "on SIGINT or SIGTERM: leave in order, without a save; --exit-signal-handler's signals save all the same"
+    )
+    exit_signal_handler_for_dataloader: bool = _flag(
+        False, "shield the loader's processes from SIGTERM, as the other two handlers do from theirs"
+    )
     phase_transition_iterations: tuple[int, ...] = _flag((), "save and leave at these iterations, comma-separated", _iterations)
 
     enable_ft_package: bool = _flag(False, "open the sections setup, step and checkpointing; needs --save")
@@ -156,6 +193,23 @@ class Options:
         "exit", "after an error of data or program: exit with 17, or skip the iteration", str, choices=ON_APPLICATION
     )
     iterations_to_skip: tuple[int, ...] = _flag((), "iterations whose computation is left out, comma-separated", _iterations)
+
+    inprocess_restart: bool = _flag(False, "after a fault enter the training again in the same process, under rsup launch")
+    inprocess_max_iterations: int | None = _flag(None, "entries into the training in one attempt; default: no limit", _whole)
+    inprocess_monitor_thread_interval: float = _flag(1.0, "seconds between looks for faults by the rank itself", _rate)
+    inprocess_monitor_process_interval: float = _flag(1.0, "the same by the process that watches the rank", _rate)
+    inprocess_progress_watchdog_interval: float = _flag(1.0, "seconds between signs of progress of the main thread", _rate)
+    inprocess_heartbeat_interval: float = _flag(30.0, "seconds between heartbeats of neighbouring ranks", _rate)
+    inprocess_heartbeat_timeout: float = _flag(60.0, "a neighbour silent for so many seconds counts as lost", _rate)
+    inprocess_soft_timeout: float = _flag(60.0, "seconds without progress after which a rank is interrupted", _rate)
+    inprocess_hard_timeout: float = _flag(90.0, "seconds without progress after which its process is killed", _rate)
+    inprocess_barrier_timeout: float = _flag(120.0, "seconds that ranks wait for each other in a restart", _rate)
+    inprocess_completion_timeout: float = _flag(120.0, "the same at the end of the training", _rate)
+    inprocess_last_call_wait: float = _flag(0.0, "seconds to wait for reports of further faults before a restart", _rate)
+    inprocess_termination_grace_time: float = _flag(1.0, "seconds between SIGTERM and SIGKILL after the hard timeout", _rate)
+    inprocess_granularity: str = _flag("node", "what a reserve replaces", str, choices=GRANULARITIES)
+    inprocess_active_world_size: int | None = _flag(None, "ranks that compute, the others are reserves; default: all", _whole)
+    inprocess_empty_cuda_cache: bool = _flag(False, "empty the CUDA cache in a restart")
 
     device: str = _flag("auto", "cpu, or cuda (one GPU a local rank), or auto", str, choices=("auto", "cpu", "cuda"))
     deterministic_mode: bool | None = _flag(None, "bitwise repeatable results; default on the CPU")
@@ -189,6 +243,11 @@ class Options:
         return Path(os.path.abspath(self.save)) if self.save else None
 
     @property
+    def replicas(self) -> Replication | None:
+        """Which copies of local checkpoints are kept."""
+        return Replication(self.replication_factor, self.replication_jump) if self.replication else None
+
+    @property
     def rerun_config(self) -> RerunConfig:
         """What the rerun machine is to do."""
         return RerunConfig(
@@ -206,10 +265,49 @@ class Options:
         )
 
     @property
+    def inprocess_settings(self) -> InProcessSettings:
+        """How training is entered again after a fault."""
+        names = [option.name for option in fields(InProcessSettings)]
+        return InProcessSettings(**{name: getattr(self, f"inprocess_{name}") for name in names})
+
+    @property
+    def exit_signals(self) -> tuple[str, ...]:
+        """Signals that end the training, with a save or without."""
+        return tuple(dict.fromkeys((*self._saving_signals, *self.quiet_signals)))
+
+    @property
+    def _saving_signals(self) -> tuple[str, ...]:
+        return (self.exit_signal or ("SIGTERM",)) if self.exit_signal_handler else ()
+
+    @property
+    def quiet_signals(self) -> tuple[str, ...]:
+        """Those that end it without a save."""
+        quiet = ("SIGINT", "SIGTERM") if self.exit_signal_handler_for_training else ()
+        return tuple(name for name in quiet if name not in self._saving_signals)
+
+    @property
+    def worker_signals(self) -> tuple[str, ...]:
+        """Signals that the loader's processes are shielded from."""
+        return self.exit_signals or (("SIGTERM",) if self.exit_signal_handler_for_dataloader else ())
+
+    def begins_phase_at(self, iteration: int) -> bool:
+        """Whether a phase, with data of its own, begins after `iteration` iterations."""
+        phase = current_phase()
+        begins = (phase.iteration_offset,) if phase is not None else self.phase_transition_iterations
+        return iteration in begins
+
+    @property
     def exit_plan(self) -> ExitPlan:
         """When this run saves and leaves."""
+        phase = current_phase()
+        ends = (phase.until_iteration,) if phase is not None and phase.until_iteration else self.phase_transition_iterations
         return ExitPlan(
-            self.train_iters, self.save is not None, self.save_interval, self.exit_interval, self.phase_transition_iterations
+            self.train_iters,
+            self.save is not None,
+            self.save_interval,
+            self.exit_interval,
+            ends,
+            self.non_persistent_save_interval,
         )
 
 
@@ -297,11 +395,60 @@ def _check(options: Options) -> None:
         raise UsageError("--lr-decay-style WSD and --lr-wsd-decay-samples go together")
     if options.save_interval is not None and options.save is None:
         raise UsageError("--save-interval needs --save")
+    _check_local_saves(options)
+    _check_ways_out(options)
     if options.enable_ft_package and options.save is None:
         raise UsageError("--enable-ft-package needs --save")
     if options.calc_ft_timeouts and not options.enable_ft_package:
         raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
     if (options.rerun_mode == "audit") != (options.rerun_audit_interval is not None):
         raise UsageError("--rerun-mode audit and --rerun-audit-interval go together")
+    if options.inprocess_restart:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_settings(options.inprocess_settings, options.world_size, local_world_size)
+    local = options.non_persistent_save_interval
     for fault in options.fault:
-        check_fault(fault, options.world_size, options.train_iters, lambda i: may_save_at(options.exit_plan, i))
+        check_fault(
+            fault,
+            options.world_size,
+            options.train_iters,
+            lambda i: may_save_at(options.exit_plan, i) or (local is not None and i % local == 0),
+        )
+
+
+def _check_local_saves(options: Options) -> None:
+    interval, kind = options.non_persistent_save_interval, options.non_persistent_ckpt_type
+    if (interval is None) != (kind is None):
+        raise UsageError("--non-persistent-save-interval and --non-persistent-ckpt-type go together")
+    if (kind == "local") != (options.non_persistent_local_ckpt_dir is not None):
+        raise UsageError("--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir go together")
+    if options.replication_jump is not None and not options.replication:
+        raise UsageError("--replication-jump needs --replication")
+    if options.replication and interval is None:
+        raise UsageError("--replication needs --non-persistent-save-interval")
+    if options.replicas is not None:
+        check_replication(options.replicas, options.world_size)
+    if interval is None:
+        return
+    if options.save is None:
+        raise UsageError("--non-persistent-save-interval needs --save: a local checkpoint is lost with its node")
+    if options.save_interval is not None and interval % options.save_interval == 0:
+        raise UsageError(
+            f"--non-persistent-save-interval {interval} is a multiple of --save-interval {options.save_interval}: each local "
+            f"checkpoint would fall on a durable one"
+        )
+
+
+def _check_ways_out(options: Options) -> None:
+    if options.exit_signal and not options.exit_signal_handler:
+        raise UsageError("--exit-signal needs --exit-signal-handler")
+    if options.dataloader_start_method and not options.num_workers:
+        raise UsageError("--dataloader-start-method needs --num-workers")
+    ends, phase = options.phase_transition_iterations, current_phase()
+    if ends and phase is not None:
+        raise UsageError("--phase-transition-iterations: the phases come from rsup launch --phases; leave it out")
+    if (ends or phase is not None) and options.save is None:
+        given = "--phase-transition-iterations" if ends else "rsup launch --phases"
+        raise UsageError(f"{given} needs --save: the next phase goes on from a checkpoint")
+    if problem := problem_of_phases(ends, options.train_iters):
+        raise UsageError(f"--phase-transition-iterations: {problem}")

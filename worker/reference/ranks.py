@@ -15,6 +15,7 @@ import rsup.worker
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import UsageError
+from rsup.worker.inprocess.entry import current_entry, finish_backend_init
 from rsup.worker.rerun.contract import RankDevice
 
 
@@ -57,6 +58,8 @@ def joined(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     else:
         store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if current_entry() is not None:
+        finish_backend_init(device)
     control, saving = _gloo_group(timeout), _gloo_group(timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     yield Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control, saving)

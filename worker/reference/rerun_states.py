@@ -21,12 +21,11 @@ from rsup.worker.checkpoint import (
     WholeCheckpoint,
     claim_for_all,
     find_whole_checkpoint,
-    load_tensors,
-    tensor_sizes,
 )
 from rsup.worker.checkpoint_directory import COMMIT_FILE, CheckpointDirectory, CheckpointError
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
+from rsup.worker.reference.state import Restorable
 
 FOLDER = "rerun"
 LAYOUT_OPTIONS = ("micro_batch_size", "global_batch_size", "seq_length")
@@ -61,25 +60,26 @@ def save_beside(
     return result.error
 
 
-def load_state(found: WholeCheckpoint, options: Options, ranks: Ranks, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def load_state(found: Restorable, options: Options, ranks: Ranks, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """This rank's state that belongs to a checkpoint; None where there is none for this layout of ranks. Collective.
 
     A state that cannot be read, or an open case of another layout, is passed over with a warning: training goes on without it.
     """
-    beside = find_whole_checkpoint(CheckpointDirectory(found.path.parent / FOLDER), ranks.saving, warn)
-    source = found
-    if beside is not None and beside.commit.progress.get("of") == _commit_digest(found.path):
-        source = beside
-    kept = source.commit.progress.get("layout")
+    source, beside = found, None
+    if isinstance(found, WholeCheckpoint):
+        beside = find_whole_checkpoint(CheckpointDirectory(found.path.parent / FOLDER), ranks.saving, warn)
+        if beside is not None and beside.progress.get("of") == _commit_digest(found.path):
+            source = beside
+    kept = source.progress.get("layout")
     if kept is None:
         return None
     if kept != layout(options):
-        if source.commit.progress.get("has_open_case", source is beside):
+        if source.progress.get("has_open_case", source is beside):
             warn("job sharding has changed: rerun state is ignored")
         return None
     mine, problem = None, ""
     try:
-        mine = _read(source.path, ranks.rank)
+        mine = _read(source, ranks.rank)
     except (CheckpointError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     problems = [""] * ranks.world_size
@@ -90,12 +90,12 @@ def load_state(found: WholeCheckpoint, options: Options, ranks: Ranks, warn: Cal
     return mine
 
 
-def _read(path: Path, rank: int) -> dict[str, Any] | None:
-    size = tensor_sizes(path).get(_name(rank))
+def _read(source: Restorable, rank: int) -> dict[str, Any] | None:
+    size = source.sizes().get(_name(rank))
     if size is None:
         raise CheckpointError(f"it has none of rank {rank}")
     holder = {_name(rank): torch.zeros(size, dtype=torch.uint8)}
-    load_tensors(path, holder)
+    source.load(holder)
     state: dict[str, Any] = torch.load(io.BytesIO(holder[_name(rank)].numpy().tobytes()), weights_only=True)
     return state
 

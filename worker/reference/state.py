@@ -4,18 +4,32 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rsup.supervisor.wire import UsageError
-from rsup.worker.checkpoint import WholeCheckpoint, load_tensors, tensor_sizes
 from rsup.worker.checkpoint_directory import CheckpointError
 from rsup.worker.reference.options import Options
+from rsup.worker.reference.phase_start import FROM_THE_BEGINNING, PhaseStart
 from rsup.worker.reference.ranks import Ranks
 from rsup.worker.rng import capture_rng, restore_rng, seed_rng
 
 MODEL_OPTIONS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+class Restorable(Protocol):
+    """What a durable and a local checkpoint have in common. `load` fills tensors in place; for those that all ranks have alike
+    all ranks ask together."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def progress(self) -> dict[str, Any]: ...
+    @property
+    def world_size(self) -> int: ...
+    def sizes(self) -> dict[str, tuple[int, ...]]: ...
+    def load(self, tensors: dict[str, torch.Tensor]) -> None: ...
 
 
 @dataclass
@@ -24,6 +38,7 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    phase_start: PhaseStart = FROM_THE_BEGINNING
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -57,13 +72,14 @@ def progress_record(progress: Progress, options: Options, text_digest: str) -> d
     return {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
+        "phase_start": [progress.phase_start.iteration, progress.phase_start.samples],
         "text": text_digest,
         "model": {name: getattr(options, name) for name in MODEL_OPTIONS},
     }
 
 
 def restore(
-    found: WholeCheckpoint,
+    found: Restorable,
     tensors: dict[str, torch.Tensor],
     options: Options,
     ranks: Ranks,
@@ -73,31 +89,31 @@ def restore(
     """Load a checkpoint into `tensors` and the generators; return where it stands. Raises `CheckpointError`,
     or `UsageError` for another model.
     """
-    record = found.commit.progress
+    record = found.progress
     for name in MODEL_OPTIONS:
         if record["model"][name] != getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             made_with = f"{flag} {record['model'][name]}"
             raise UsageError(f"{found.path} was made with {made_with}: start with that, or with another --save")
-    progress = Progress(record["iteration"], record["consumed_samples"])
-    load_tensors(found.path, tensors)
-    if found.commit.world_size == ranks.world_size:
-        _restore_rng(found.path, ranks)
+    progress = Progress(record["iteration"], record["consumed_samples"], PhaseStart(*record.get("phase_start", (0, 0))))
+    found.load(tensors)
+    if found.world_size == ranks.world_size:
+        _restore_rng(found, ranks)
     else:
-        warn(f"{found.path} was made by {found.commit.world_size} ranks, now there are {ranks.world_size}: new dropout seeds")
+        warn(f"{found.path} was made by {found.world_size} ranks, now there are {ranks.world_size}: new dropout seeds")
         seed_for(options.seed, ranks.rank, progress.iteration)
-    if record["text"] != text_digest:
+    if record["text"] != text_digest and not options.begins_phase_at(progress.iteration):
         warn(f"{found.path} was trained on another text (digest {record['text']}, now {text_digest})")
     return progress
 
 
-def _restore_rng(path: Path, ranks: Ranks) -> None:
+def _restore_rng(found: Restorable, ranks: Ranks) -> None:
     name = _rng_name(ranks.rank)
-    size = tensor_sizes(path).get(name)
+    size = found.sizes().get(name)
     if size is None:
-        raise CheckpointError(f"cannot load {path}: it has no random state of rank {ranks.rank}")
+        raise CheckpointError(f"cannot load {found.path}: it has no random state of rank {ranks.rank}")
     holder = {name: torch.zeros(size, dtype=torch.uint8)}
-    load_tensors(path, holder)
+    found.load(holder)
     restore_rng(holder[name].numpy().tobytes(), ranks.device)
 
 

@@ -14,20 +14,35 @@ from typing import NoReturn
 import rsup.worker
 from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError, UsageError
 from rsup.worker.checkpoint_directory import CheckpointDirectory, DirectoryTaken, StaleAttempt
+from rsup.worker.inprocess.entry import current_entry
 from rsup.worker.reference.hooks import Sections, make_sections
 from rsup.worker.reference.options import Options, parse_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; return the exit code. Raises `RsupError` for what a person can put right."""
-    options = parse_options(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse_options(given)
     if options.save_dir is not None:
         CheckpointDirectory(options.save_dir).make()
     rsup.worker.init()
-    sections = make_sections(options.enable_ft_package, options.ft_num_warmup_iters)
-    sections.on_setup()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not options.inprocess_restart:
+        return _enter(given)
+    from rsup.worker.inprocess import restartable
 
+    exit_code = restartable(_enter, options.inprocess_settings)(given)
+    return exit_code or 0  # of a rank in reserve: None
+
+
+def _enter(arguments: Sequence[str]) -> int:
+    """Train on the ranks that the environment names now. Nothing here may outlive it."""
+    options = parse_options(arguments)
+    sections = make_sections(options.enable_ft_package, options.ft_num_warmup_iters)
+    entry = current_entry()
+    if entry is not None:
+        entry.at_restart(sections.on_shutdown)
+    sections.on_setup()
     return _run(options, sections)
 
 

@@ -1,5 +1,7 @@
 """The training loop. The order of one pass is the seed's: finalise an asynchronous save, step, log, evaluate, decide."""
 
+import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,32 +11,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rsup.worker
 from rsup.supervisor.places import runtime_dir
-from rsup.supervisor.wire import Limits
-from rsup.worker.checkpoint import Checkpointer, SaveResult, claim_for_all, find_whole_checkpoint
-from rsup.worker.checkpoint_directory import CheckpointDirectory, CheckpointError
+from rsup.worker.agreement import Agreement
 from rsup.worker.corruption import Corruption
+from rsup.worker.deadline import read_deadline
 from rsup.worker.deterministic import parameter_digest, rank_order_hook
 from rsup.worker.exit_policy import Decision, decide
+from rsup.worker.exit_signals import ExitSignals
 from rsup.worker.faults import FaultPlan, StrikeMarks
+from rsup.worker.inprocess.entry import current_entry
+from rsup.worker.loader_state import ResumableLoader
 from rsup.worker.numeric_faults import NumericFault
-from rsup.worker.reference.agreement import Agreement, ExitSignal
+from rsup.worker.optimizer_offload import OptimizerOffload
+from rsup.worker.phases import current_phase
 from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule
 from rsup.worker.reference.data import load_text
 from rsup.worker.reference.evaluate import evaluate
-from rsup.worker.reference.hooks import Sections, read_ft_state, write_ft_state
+from rsup.worker.reference.hooks import Sections
 from rsup.worker.reference.interval_log import IntervalLog
 from rsup.worker.reference.options import Options
+from rsup.worker.reference.phase_start import begin_of_phase
+from rsup.worker.reference.program import program_of
 from rsup.worker.reference.ranks import Ranks, job_identity
-from rsup.worker.reference.rerun_states import layout, load_state, save_beside, state_tensor
-from rsup.worker.reference.state import (
-    Progress,
-    model_tensors,
-    prepare_optimizer,
-    progress_record,
-    restore,
-    rng_tensor,
-    seed_for,
-)
+from rsup.worker.reference.saving import Saves
+from rsup.worker.reference.state import Progress, prepare_optimizer, seed_for
 from rsup.worker.reference.training_step import TrainingStep
 from rsup.worker.rerun.contract import EXIT_ELSEWHERE, Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
@@ -56,13 +55,14 @@ class Trainer:
         self.module = make_model(options).to(ranks.device)
         self.optimizer = make_optimizer(self.module, options)
         prepare_optimizer(self.optimizer)
+        self._offload = OptimizerOffload(self.optimizer)
         seed_for(options.seed, ranks.rank, 0)
         self.ddp = DistributedDataParallel(
             self.module, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None
         )
         self.schedule = make_schedule(options)
         self._device = device
-        self._job = job_key, attempt = job_identity()
+        job = job_key, _ = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
         marks = StrikeMarks(marker_dir(options), job_key)
         corruption = Corruption(options.fault, ranks.rank, device.uuid, marks, self.module)
@@ -76,20 +76,39 @@ class Trainer:
             injected=corruption.is_armed,
         )
         self.rerun.attach(self.ddp, self.optimizer, hook=rank_order_hook if deterministic else None)
-        self._loader = make_loader(self.training, options, ranks.rank)
+        self.rerun.program.update(program_of(options, deterministic))
+        self._source = source = make_loader(self.training, options, ranks.rank)
+        if (entry := current_entry()) is not None:
+            entry.at_restart(source.close)
+        self._loader = ResumableLoader(source, options.require_loader_state)
         data = RerunDataIterator(self._loader)
         self._step = TrainingStep(
             options, self.ddp, self.optimizer, ranks.device, data, self.rerun, corruption, self._faults, sections
         )
         self._to_skip: frozenset[int] = frozenset()
-        self._directory = CheckpointDirectory(options.save_dir, options.keep_checkpoints) if options.save_dir else None
-        self._checkpointer = self._make_checkpointer(job_key, attempt)
-        self._exit_signal = ExitSignal(options.exit_signal) if options.exit_signal_handler else None
-        duration_min = options.exit_duration_in_mins
-        self._agreement = Agreement(ranks.control, self._exit_signal, None if duration_min is None else duration_min * 60)
+        self._phase = current_phase()
+        self._exit_signals = ExitSignals(options.exit_signals) if options.exit_signals else None
+        duration_s = None if options.exit_duration_in_mins is None else options.exit_duration_in_mins * 60
+        deadline = read_deadline() if options.save else None
+        self._agreement = Agreement(ranks.control, self._exit_signals, options.quiet_signals, duration_s, deadline)
         self._interval = IntervalLog()
-        self._durable_iteration = -1
-        self._failed_save = ""
+        self._saves = Saves(
+            options,
+            ranks,
+            job,
+            self._faults,
+            sections,
+            self.module,
+            self.optimizer,
+            self.rerun,
+            source,
+            self._loader,
+            data,
+            self.training.digest,
+            self.say,
+            self.warn,
+            self._save_is_over,
+        )
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -104,22 +123,25 @@ class Trainer:
         try:
             return self._loop()
         finally:
-            if self._exit_signal is not None:
-                self._exit_signal.release()
             self.sections.on_shutdown()
 
     def _loop(self) -> int:
         self._interval.restart()
+        if self._phase is not None and (problem := self._phase.problem_at(self.progress.iteration)):
+            return self._leave(Decision(False, True, problem, "phase"))
         while self.progress.iteration < self.options.train_iters:
-            self._finalise(wait=False)
+            self._saves.finalise(wait=False)
             leave = self._iterate()
             if leave.should_exit:
                 return self._leave_unfinished(leave)
             decision = decide(self.options.exit_plan, self._agreement.ask(self.progress.iteration), self.progress.iteration)
+            decision = self._agreement.explained(decision)
             self._carry_out(decision)
             if decision.leave:
-                return self._leave(decision.reason)
-        return self._leave("")
+                return self._leave(decision)
+        finished = Decision(self._saves.can_save, True, "", "finished")
+        self._carry_out(finished)
+        return self._leave(finished)
 
     def _iterate(self) -> Exit:
         """Compute the next iteration, or only take its data if it is to be skipped. Where the answer says to exit, it is not
@@ -137,7 +159,9 @@ class Trainer:
                 leave, loss, grad_norm = self._step.run(iteration, lr)
             if leave.should_exit:
                 return leave
-        self.progress = Progress(iteration, self.progress.consumed_samples + self.options.global_batch_size)
+        self._loader.consumed()
+        consumed = self.progress.consumed_samples + self.options.global_batch_size
+        self.progress = dataclasses.replace(self.progress, iteration=iteration, consumed_samples=consumed)
         self._interval.add(loss)
         if iteration % self.options.log_interval == 0 or self._interval.is_first:
             self._log(lr, grad_norm)
@@ -195,120 +219,78 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self.options.eval_iters:
             return
-        with self._interval.paused():
+        away = self._offload.away() if self.options.offload_optimizer_during_evaluation else contextlib.nullcontext()
+        with self._interval.paused(), away:
             loss = evaluate(self.module, self.validation, self.options, self.ranks, self.sections, self.rerun)
         self.say(f" validation loss at iteration {self.progress.iteration} | lm loss value: {loss:.6E} |")
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def _make_checkpointer(self, job_key: str, attempt: int) -> Checkpointer | None:
-        if self._directory is None:
-            return None
-        owner = claim_for_all(self._directory, job_key, attempt, self.ranks.saving)
-        return Checkpointer(self._directory, owner, self.ranks.saving, self._faults.while_saving, _report_commit)
-
     def _resume(self) -> None:
-        load_dir = self.options.load_dir
-        found = None
-        if load_dir is not None:
-            found = find_whole_checkpoint(CheckpointDirectory(load_dir), self.ranks.saving, self.warn)
-        if found is None:
-            if self.options.exit_on_missing_checkpoint:
-                raise CheckpointError(f"there is no whole checkpoint in {load_dir}, and --exit-on-missing-checkpoint is given")
-            if self.options.load:
-                self.warn(f"there is no whole checkpoint in {load_dir}: training starts from the beginning")
+        progress = self._saves.resume()
+        if progress is None:
             self.say(f"training starts on {self.ranks.world_size} ranks, {self.ranks.device.type}")
-            return
-        tensors = model_tensors(self.module, self.optimizer)
-        self.progress = restore(found, tensors, self.options, self.ranks, self.training.digest, self.warn)
-        self._durable_iteration = self.progress.iteration if load_dir == self.options.save_dir else -1
-        self._loader.seek(self.progress.iteration, self.progress.consumed_samples)
-        state = load_state(found, self.options, self.ranks, self.warn)
-        if state is not None and (ignored := self.rerun.load_state_dict(state)):
-            self.warn(ignored)
-        self.sections.on_checkpoint_loaded()
-        if self.ranks.rank == 0:
-            rsup.worker.resumed(self.progress.iteration, str(found.path), self._read_ft_state(found.path.parent))
-        self.say(f"resumed from {found.path}: {self.progress.iteration} iterations, {self.progress.consumed_samples} samples")
+        else:
+            self.progress = progress
+        done = self.progress
+        start = begin_of_phase(
+            self._phase,
+            self.options.phase_transition_iterations,
+            done.iteration,
+            done.consumed_samples,
+            done.phase_start,
+            self.options.global_batch_size,
+        )
+        self.progress = dataclasses.replace(done, phase_start=start)
+        self._source.count_from(start.samples)
 
     def _carry_out(self, decision: Decision) -> None:
         """Begin the save that was decided on; a save that leaves is waited for by `_leave`."""
+        if decision.save and self._saves.durable_iteration == self.progress.iteration:
+            return
+        if decision.save or decision.save_local:
+            self._agreement.pause()
+        if decision.save and decision.reason and not decision.leave:
+            self.say(f"saving after iteration {self.progress.iteration}: {decision.reason}")
         if decision.save:
-            with self._interval.paused(), self.sections.checkpointing():
-                self._save()
-                if not self.options.async_save:
-                    self._finish_save()
+            with self._interval.paused():
+                self._saves.save(self.progress)
+        elif decision.save_local:
+            with self._interval.paused():
+                self._saves.save_local(self.progress)
         elif not decision.leave and decision.reason:
             self.warn(f"a checkpoint was {decision.reason}, but the trainer has no --save")
             self._agreement.close_requests(self.progress.iteration)
 
-    def _save(self) -> None:
-        assert self._checkpointer is not None
-        self._faults.at_save(self.progress.iteration)
-        tensors = model_tensors(self.module, self.optimizer) | rng_tensor(self.ranks)
-        state = self.rerun.state_dict()
-        tensors |= state_tensor(state, self.ranks.rank)
-        record = progress_record(self.progress, self.options, self.training.digest)
-        record |= {"layout": layout(self.options), "has_open_case": state["pending"] is not None}
-        self._report(self._checkpointer.save(self.progress.iteration, tensors, record))
+    def _save_is_over(self, iteration: int) -> None:
+        """A save became durable, or failed."""
+        if self._agreement.deadline is not None and self._saves.durable_iteration == iteration:
+            self._agreement.deadline.saved_in(self._saves.longest_save_s)
+        self._agreement.close_requests(iteration)
 
-    def _finalise(self, wait: bool) -> None:
-        if self._checkpointer is None:
-            return
-        with self.sections.checkpointing(is_async_finalization=True):
-            if wait:
-                self._finish_save()
-            else:
-                self._report(self._checkpointer.poll())
-
-    def _finish_save(self) -> None:
-        assert self._checkpointer is not None
-        self._report(self._checkpointer.finish())
-
-    def _report(self, result: SaveResult | None) -> None:
-        if result is None:
-            return
-        if result.error:
-            self._failed_save = result.error
-            self.warn(f"the checkpoint of iteration {result.iteration} does not count: {result.error}")
-        else:
-            self._durable_iteration = result.iteration
-            self.say(f"checkpoint of iteration {result.iteration} is durable: {result.path} ({result.duration_s:.2f} s)")
-            if self.ranks.rank == 0:
-                self._write_ft_state()
-        self._agreement.close_requests(result.iteration)
-
-    def _read_ft_state(self, folder: Path) -> Limits | None:
-        try:
-            return read_ft_state(folder) if self.options.calc_ft_timeouts else None
-        except (OSError, ValueError) as error:
-            self.warn(f"the limits kept in {folder} are not used: {error}")
-            return None
-
-    def _write_ft_state(self) -> None:
-        limits = rsup.worker.limits() if self.options.calc_ft_timeouts else None
-        if limits is None or self.options.save_dir is None:
-            return
-        try:
-            write_ft_state(self.options.save_dir, limits)
-        except OSError as error:
-            self.warn(f"cannot write the limits beside the checkpoints: {error.strerror}")
-
-    def _leave(self, reason: str) -> int:
+    def _leave(self, decision: Decision) -> int:
         """The one way out: a durable save, finalised; then the reason, or the end of the run with its evaluation."""
-        self._finalise(wait=True)
+        self._saves.finalise(wait=True)
+        self._source.close()
         iteration = self.progress.iteration
-        if reason:
-            self.say(f"leaving after iteration {iteration}: {reason}")
+        is_durable = self._saves.durable_iteration == iteration
+        if decision.kind != "finished":
+            self.say(f"leaving after iteration {iteration}: {decision.reason}")
         else:
             self._evaluate()
         if self.rerun.config.mode is RerunMode.REPORT_DETERMINISM_STATS:
             self.rerun.report_statistics()
         self._agreement.close_requests(iteration)
-        if self._checkpointer is not None and self._durable_iteration != iteration:
-            text = f"no durable checkpoint of iteration {iteration}: {self._failed_save}"
-            self.warn(text)
+        if self.ranks.rank == 0:
+            reason = decision.reason or f"all {iteration} iterations are done"
+            of_phase = (self.progress.consumed_samples, self._phase.number if self._phase is not None else 0)
+            rsup.worker.report_leaving(iteration, decision.kind, reason, is_durable, *of_phase)
+        if self._exit_signals is not None:
+            self._exit_signals.release()
+        if decision.save and not is_durable:
+            self.warn(f"no durable checkpoint of iteration {iteration}: {self._saves.failure}")
             return 1
+        self._saves.close()
         return 0
 
     def _leave_unfinished(self, leave: Exit) -> int:
@@ -317,30 +299,17 @@ class Trainer:
         elsewhere = leave.exit_code == EXIT_ELSEWHERE
         what = "another device has to run it" if elsewhere else "its numbers were rejected"
         if leave.should_checkpoint:
-            with self.sections.checkpointing():
-                self._keep_for_rerun()
-        self._finalise(wait=True)
+            self._saves.keep_for_rerun(self.progress)
+        self._saves.finalise(wait=True)
+        self._source.close()
+        if self._exit_signals is not None:
+            self._exit_signals.release()
+        if not elsewhere:
+            self._saves.discard_local()
         self.say(f"leaving at iteration {iteration} with {leave.exit_code}: {what}")
         self._agreement.close_requests(self.progress.iteration)
         rsup.worker.declare_exit(leave.exit_code, f"iteration {iteration}: {what}")
         return leave.exit_code
-
-    def _keep_for_rerun(self) -> None:
-        """Checkpoint the completed iterations with the rerun machine's state. A durable checkpoint of them stays as it is: what
-        another device needs then goes beside it."""
-        if self._checkpointer is None or self.options.save_dir is None:
-            self.warn("there is no --save: the iteration cannot be kept for another device, training begins anew")
-            return
-        self._finish_save()
-        if self._durable_iteration != self.progress.iteration:
-            self._save()
-            self._finish_save()
-            return
-        tensors = state_tensor(self.rerun.state_dict(), self.ranks.rank)
-        folder = CheckpointDirectory(self.options.save_dir).folder(self.progress.iteration)
-        error = save_beside(folder, tensors, self._job, self.options, self.ranks)
-        if error:
-            self.warn(f"the iteration's data could not be kept beside {folder}: {error}")
 
     def digest(self) -> str:
         """SHA-256 of the parameters; warns if the ranks differ. Collective."""
@@ -358,7 +327,3 @@ def marker_dir(options: Options) -> Path | None:
     if not options.fault:
         return None
     return options.save_dir / "faults-struck" if options.save_dir else runtime_dir() / "faults-struck"
-
-
-def _report_commit(iteration: int, path: Path, duration_s: float) -> None:
-    rsup.worker.report_checkpoint(iteration, str(path), duration_s)

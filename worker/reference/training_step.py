@@ -14,6 +14,7 @@ from rsup.worker.reference.options import Options
 from rsup.worker.rerun.contract import Exit
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.state_machine import RerunStateMachine
+from rsup.worker.unused_memory import empty_unused_memory
 
 
 class StepResult(NamedTuple):
@@ -60,7 +61,8 @@ class TrainingStep:
             if num_passes > 1:
                 self._sections.on_replay()
             self._faults.at_step(iteration, num_passes)
-            total = self._forward_backward(iteration)
+            total = self.forward_backward(iteration)
+        empty_unused_memory(self._options.empty_unused_memory_level, 1, self._device)
         leave = self._rerun.should_checkpoint_and_exit()
         if leave.should_exit or self._rerun.skip_step:
             self._optimizer.zero_grad()
@@ -68,9 +70,11 @@ class TrainingStep:
         limit = self._options.clip_grad or float("inf")
         grad_norm = torch.nn.utils.clip_grad_norm_(self._ddp.module.parameters(), limit)
         self._optimizer.step()
+        empty_unused_memory(self._options.empty_unused_memory_level, 2, self._device)
         return StepResult(leave, total, grad_norm)
 
-    def _forward_backward(self, iteration: int) -> torch.Tensor:
+    def forward_backward(self, iteration: int) -> torch.Tensor:
+        """One pass of the iteration, its gradients left in the parameters: the loss, [], float32."""
         options = self._options
         self._optimizer.zero_grad()
         self._corruption.begin_pass(iteration)

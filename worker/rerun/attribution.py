@@ -34,14 +34,16 @@ from rsup.worker.rerun.parts import Parts
 from rsup.worker.rerun.passes import Judged
 from rsup.worker.rerun.pending import Pending
 from rsup.worker.rerun.report import findings_of
+from rsup.worker.rerun.step_keeper import StepKeeper
 from rsup.worker.rerun.values import difference
 
 
 class Attribution:
     """Works on the case of the iteration in progress."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, keeper: StepKeeper) -> None:
         self._parts = parts
+        self._keeper = keeper
 
     # ------------------------------------------------------------------------------------------------------- in place
 
@@ -198,6 +200,7 @@ class Attribution:
         """The replay of an earlier attempt's iteration, on other devices, is over."""
         parts, iteration, case = self._parts, self._parts.iteration, self._parts.work.case
         assert case is not None
+        iteration.again = again
         now = _by_check(again)
         flagged = [one.checked for one in iteration.first if one.checked.fatal]
         for one in flagged:
@@ -242,6 +245,7 @@ class Attribution:
             judgement = next_.judgement
             assert judgement is not None
         if next_.step is Step.SEND_ELSEWHERE:
+            self._keeper.keep(judgement, is_open=True)
             iteration.roll_back()
             parts.work.send_elsewhere(judgement, parts.data_position, bool(iteration.confirmed))
             iteration.state, iteration.exit = next_.state, Exit(True, True, EXIT_ELSEWHERE)
@@ -250,6 +254,7 @@ class Attribution:
             clean = judgement.verdict == "transient"
         judgement = doubt_skips(judgement, parts.config, parts.skips_in_row)
         case_id = parts.work.case_id
+        self._keeper.keep(judgement)
         closing = parts.work.close(judgement, clean, parts.data_position)
         parts.tracking.verdict(iteration.number, case_id, judgement.verdict)
         if closing.action != "continue":

@@ -20,20 +20,23 @@ class BuiltInRules:
         """A dynamic loss scale is in use: NaN and Inf are skipped steps, no cases."""
         self._config = config
         self._large = large
+        self._finite_loss = _finite("loss")
+        self._finite_gradient = (*_finite("gradient"), Rule("gradient whose square overflows float32", _overflows))
 
     def of_loss(self, context: str) -> tuple[Rule, ...]:
         """For a micro-batch's loss, known as `context`."""
-        return self._finite("loss") + self._not_large("loss", context, self._config.check_for_spiky_loss)
+        return (self._finite_loss if self._looks_for_nan else ()) + self._not_large(
+            "loss", context, self._config.check_for_spiky_loss
+        )
 
     def of_gradients(self, context: str) -> tuple[Rule, ...]:
         """For the norm of one bucket's, or parameter group's, gradients."""
-        overflow = (Rule("gradient whose square overflows float32", _overflows),) if self._finite("gradient") else ()
-        return self._finite("gradient") + overflow + self._not_large("gradient", context, self._config.check_for_large_grads)
+        finite = self._finite_gradient if self._looks_for_nan else ()
+        return finite + self._not_large("gradient", context, self._config.check_for_large_grads)
 
-    def _finite(self, kind: str) -> tuple[Rule, ...]:
-        if self.loss_scaling or not self._config.check_for_nan_in_loss_and_grad:
-            return ()
-        return (Rule(f"NaN in {kind}", math.isnan), Rule(f"Inf in {kind}", math.isinf))
+    @property
+    def _looks_for_nan(self) -> bool:
+        return self._config.check_for_nan_in_loss_and_grad and not self.loss_scaling
 
     def _not_large(self, kind: str, context: str, is_on: bool) -> tuple[Rule, ...]:
         if not is_on:
@@ -43,6 +46,10 @@ class BuiltInRules:
             return self._large.is_unexpectedly_large(value, LARGE_FACTOR, context)
 
         return (Rule(f"unexpectedly large {kind}", is_large, fatal=False),)
+
+
+def _finite(kind: str) -> tuple[Rule, ...]:
+    return Rule(f"NaN in {kind}", math.isnan), Rule(f"Inf in {kind}", math.isinf)
 
 
 def _overflows(norm: float) -> bool:

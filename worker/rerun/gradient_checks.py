@@ -22,10 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from rsup.worker.rerun.contract import RerunError
 from rsup.worker.rerun.echoes import name_of_reduction
 from rsup.worker.rerun.gradient_hooks import BucketAverage, Hook, measure_reduce_scatter
-from rsup.worker.rerun.gradient_norms import combined, local_norms
+from rsup.worker.rerun.gradient_norms import combined, combined_on_host, host_norms, local_norms, local_part
+from rsup.worker.rerun.host_buckets import HostBuckets
 
 GROUP_BYTES = 25 << 20
 """Gradients that share one check: as much as DDP's buckets hold."""
+
+
+Norm = float | torch.Tensor
+"""Of one group: a float where gradients are on the CPU, else `[]`, float64, on their device."""
+_Norms = list[float] | torch.Tensor
+"""Of several parameters: a tensor has the shape [n]."""
 
 
 class _Source(Protocol):
@@ -37,7 +44,7 @@ class _Source(Protocol):
     @property
     def names_a_rank(self) -> bool: ...
 
-    def take(self) -> list[list[torch.Tensor]]:
+    def take(self) -> list[list[Norm]]:
         """By group: the scalars of the pass, one for each reduction in it."""
         ...
 
@@ -80,11 +87,13 @@ class GradientChecks:
         else:
             self._sources.append(_EndSource(list(module.parameters())))
 
-    def begin(self) -> None:
-        """A pass begins: forget what one left that was broken off."""
+    def begin(self, is_new: bool = True) -> None:
+        """A pass begins: forget what one left that was broken off. `is_new`: it is the first one of an iteration."""
         self._overflow = None
         for source in self._sources:
             source.forget()
+            if is_new and isinstance(source, _DdpSource):
+                source.begin_iteration()
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
         """Message and norm (`[]`, float64, on the device) of every group of the pass just run, always in the same order.
@@ -93,7 +102,11 @@ class GradientChecks:
         the pass comes as often, with DDP under names of their own (see `echoes`). With a scaler, norms that are not finite are
         given as 0: see `take_overflow`.
         """
-        taken: list[tuple[str, torch.Tensor]] = []
+        return [(message, _as_tensor(norm)) for message, norm in self.take_numbers()]
+
+    def take_numbers(self) -> list[tuple[str, Norm]]:
+        """The same, norms on the CPU as Python floats: cheaper."""
+        taken: list[tuple[str, Norm]] = []
         number = 0
         for source in self._sources:
             for norms in source.take():
@@ -109,10 +122,10 @@ class GradientChecks:
         return overflow
 
     @torch.no_grad()
-    def _unscaled(self, taken: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    def _unscaled(self, taken: list[tuple[str, Norm]]) -> list[tuple[str, Norm]]:
         if not taken:
             return taken
-        norms = torch.stack([norm for _, norm in taken])
+        norms = torch.stack([_as_tensor(norm) for _, norm in taken])
         finite = torch.isfinite(norms)
         self._overflow = ~finite.all()
         scale = getattr(self._scaler, "_scale", None)  # `get_scale()` would wait for the device
@@ -129,20 +142,31 @@ class _ParameterNorms:
         self.index = {id(parameter): place for place, parameter in enumerate(parameters)}
         self.parameters = parameters
         self._groups = list(_groups(parameters))
+        self.group_of = [0] * len(parameters)
+        for number, group in enumerate(self._groups):
+            for place in group:
+                self.group_of[place] = number
         self._is_wide = any(parameter.dtype == torch.float64 for parameter in parameters)
-        self._rounds: list[dict[tuple[int, ...], torch.Tensor]] = []
+        self._rounds: list[dict[tuple[int, ...], _Norms]] = []
         self._seen: set[int] = set()
         self._places: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def record(self, places: tuple[int, ...], norms: torch.Tensor) -> None:
-        """Norms (float64 [n]) of the parameters at these places."""
+    def measure(self, places: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
+        """Take the norms of the gradients of the parameters at these places."""
+        if not gradients[0].is_cpu:
+            self.record(places, local_norms(gradients))
+        else:
+            self.record(places, host_norms([local_part(gradient) for gradient in gradients]))
+
+    def record(self, places: tuple[int, ...], norms: _Norms) -> None:
+        """Norms (float64) of the parameters at these places; of several of one group together under the place of one."""
         if not self._rounds or not self._seen.isdisjoint(places):
             self._rounds.append({})
             self._seen = set()
         self._rounds[-1][places] = norms
         self._seen.update(places)
 
-    def take(self) -> list[list[torch.Tensor]]:
+    def take(self) -> list[list[Norm]]:
         """By group, a scalar for each round."""
         rounds = [self._by_group(norms) for norms in self._rounds]
         self.forget()
@@ -152,9 +176,16 @@ class _ParameterNorms:
         self._rounds = []
         self._seen = set()
 
+    def _by_group(self, norms: dict[tuple[int, ...], _Norms]) -> Sequence[Norm]:
+        on_host = {places: some for places, some in norms.items() if isinstance(some, list)}
+        if len(on_host) == len(norms):
+            known = {place: norm for places, some in on_host.items() for place, norm in zip(places, some, strict=True)}
+            return [combined_on_host([known[place] for place in group if place in known]) for group in self._groups]
+        return self._by_group_on_device({places: _as_tensor(some) for places, some in norms.items()})
+
     @torch.no_grad()
-    def _by_group(self, norms: dict[tuple[int, ...], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        device = next(iter(norms.values())).device
+    def _by_group_on_device(self, norms: dict[tuple[int, ...], torch.Tensor]) -> Sequence[Norm]:
+        device = next((norm.device for norm in norms.values() if not norm.is_cpu), torch.device("cpu"))
         every = torch.zeros(len(self.parameters) + 1, dtype=torch.float64, device=device)  # the last one: no parameter
         order = tuple(place for places in norms for place in places)
         every[self._on_device(order, device)] = torch.cat([norm.to(device) for norm in norms.values()])
@@ -180,26 +211,33 @@ class _DdpSource:
         self.norms = _ParameterNorms(list(ddp.module.parameters()))
         self._hook = hook
         self._state = state
+        self._on_host = HostBuckets(self.norms.group_of, self._places)
 
     def on_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The comm hook."""
-        places = tuple(self.norms.index[id(parameter)] for parameter in bucket.parameters())
-        self.norms.record(places, local_norms(self._gradients(bucket)))
+        buffer = bucket.buffer()
+        if buffer.is_cpu and not buffer.is_sparse:
+            self.norms.record(*self._on_host.norms(bucket, buffer))
+        else:
+            self.norms.measure(self._places(bucket), [buffer] if buffer.is_sparse else bucket.gradients())
         return self._hook(self._state, bucket)
+
+    def begin_iteration(self) -> None:
+        """The next pass is the first one of an iteration."""
+        self._on_host.begin_iteration()
+
+    def _places(self, bucket: GradBucket) -> tuple[int, ...]:
+        return tuple(self.norms.index[id(parameter)] for parameter in bucket.parameters())
 
     def replace_hook(self, state: object, hook: Hook) -> None:
         """Stands for `ddp.register_comm_hook` from now on."""
         self._hook, self._state = hook, state
 
-    def take(self) -> list[list[torch.Tensor]]:
+    def take(self) -> list[list[Norm]]:
         return self.norms.take()
 
     def forget(self) -> None:
         self.norms.forget()
-
-    def _gradients(self, bucket: GradBucket) -> list[torch.Tensor]:
-        buffer = bucket.buffer()
-        return [buffer] if buffer.is_sparse else bucket.gradients()
 
 
 class _DdpBesideHook:
@@ -218,9 +256,9 @@ class _DdpBesideHook:
 
     def _on_gradient(self, place: int, parameter: torch.Tensor) -> None:
         if self._ddp.require_backward_grad_sync and parameter.grad is not None:
-            self._norms.record((place,), local_norms([parameter.grad]))
+            self._norms.measure((place,), [parameter.grad])
 
-    def take(self) -> list[list[torch.Tensor]]:
+    def take(self) -> list[list[Norm]]:
         return self._norms.take()
 
     def forget(self) -> None:
@@ -240,11 +278,16 @@ class _EndSource:
         """Only where there is one rank: of several nobody knows whether they have been reduced."""
         return not dist.is_initialized() or dist.get_world_size() == 1
 
-    def take(self) -> list[list[torch.Tensor]]:
+    def take(self) -> list[list[Norm]]:
         present = [(place, p.grad) for place, p in enumerate(self._norms.parameters) if p.grad is not None]
         if not present:
             return []
-        self._norms.record(tuple(place for place, _ in present), local_norms([grad for _, grad in present]))
+        grads = [grad for _, grad in present]
+        if len({grad.is_cpu for grad in grads}) == 1:
+            self._norms.measure(tuple(place for place, _ in present), grads)
+        else:
+            for place, grad in present:
+                self._norms.measure((place,), [grad])
         return self._norms.take()
 
     def forget(self) -> None:
@@ -270,8 +313,8 @@ class _FsdpSource:
     def _measure(self, first: int, index: int, flat: torch.Tensor) -> None:
         self._groups[first + index].append(local_norms([flat])[0])
 
-    def take(self) -> list[list[torch.Tensor]]:
-        taken = [list(norms) for norms in self._groups]
+    def take(self) -> list[list[Norm]]:
+        taken: list[list[torch.Tensor]] = [list(norms) for norms in self._groups]
         self.forget()
         if not any(taken):
             self.names_a_rank = self._at_end.names_a_rank
@@ -280,7 +323,7 @@ class _FsdpSource:
         for norm in (norm for norms in taken for norm in norms):
             if norm.is_cuda:  # made on FSDP2's stream, read on this one
                 norm.record_stream(torch.cuda.current_stream(norm.device))
-        return taken
+        return [list[Norm](norms) for norms in taken]
 
     def forget(self) -> None:
         for norms in self._groups:
@@ -310,3 +353,7 @@ def _groups(parameters: Iterable[nn.Parameter]) -> Iterable[list[int]]:
         size_bytes += parameter.numel() * parameter.element_size()
     if group:
         yield group
+
+
+def _as_tensor(norms: Norm | list[float]) -> torch.Tensor:
+    return norms if isinstance(norms, torch.Tensor) else torch.tensor(norms, dtype=torch.float64)

@@ -1,5 +1,6 @@
-"""L2 norms of gradients, in float64, without waiting for the device."""
+"""L2 norms of gradients, in float64, without waiting for the device. On the CPU they are Python floats: nobody waits there."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,15 +22,21 @@ def local_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if device.type != "cpu":
         norms = torch.stack([norm.to(device) for norm in _each_norm(parts, dtype=torch.float64)])
         return _bounded(norms, parts) if any(part.dtype == torch.float64 for part in parts) else norms
-    narrow = {part.dtype for part in parts} - {torch.float32, torch.float64}  # their sums would be as narrow
+    return torch.tensor(host_norms(parts), dtype=torch.float64)
+
+
+@torch.no_grad()
+def host_norms(parts: Sequence[torch.Tensor]) -> list[float]:
+    """The same for dense, real tensors on the CPU (`local_part`), at least one."""
+    dtypes = {part.dtype for part in parts}
+    narrow = dtypes - {torch.float32, torch.float64}  # their sums would be as narrow
     widened = [part.float() if part.dtype in narrow else part for part in parts] if narrow else parts
-    quick = torch.stack(list(_each_norm(widened))).double()
-    overflowed = [
-        index for index, norm in enumerate(quick.tolist()) if norm == float("inf")
-    ]  # on the CPU this waits for nobody
-    for index in overflowed:
-        exact = torch.linalg.vector_norm(parts[index], dtype=torch.float64)
-        quick[index] = _bounded(exact.reshape(1), parts[index : index + 1])[0]
+    norms = list(_each_norm(widened))
+    quick: list[float] = torch.stack(norms if len(dtypes) == 1 else [norm.double() for norm in norms]).tolist()
+    if math.inf in quick:
+        for index in [index for index, norm in enumerate(quick) if norm == math.inf]:
+            exact = torch.linalg.vector_norm(parts[index], dtype=torch.float64)
+            quick[index] = float(_bounded(exact.reshape(1), parts[index : index + 1])[0])
     return quick
 
 
@@ -39,6 +46,11 @@ def local_part(gradient: torch.Tensor) -> torch.Tensor:
     if local.is_sparse:
         local = local._values()
     return torch.view_as_real(local) if local.is_complex() else local
+
+
+def combined_on_host(norms: Sequence[float]) -> float:
+    """The norm of what the parts make together. NaN where one is NaN."""
+    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
 @torch.no_grad()

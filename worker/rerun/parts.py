@@ -53,6 +53,10 @@ class Parts:
         """Iterations left out for their data since the last healthy one."""
         self.named_state: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Parameters, buffers and optimizer state of what is attached."""
+        self.named_parameters: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Parameters of what is attached."""
+        self.program: dict[str, Any] = {}
+        """What the loop says of its model, for a replay of a kept step."""
 
     def same(self, before: Checked, after: Checked) -> bool:
         """Whether a replay in place gave the value again; the error injector may say otherwise."""

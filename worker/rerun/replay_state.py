@@ -8,7 +8,7 @@ live state never changes it. (A tracker that gets the snapshot's own dict back w
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -214,7 +214,20 @@ def _restore_tracker(tracker: tuple[GetStates, SetStates], states: NamedStates) 
 
 
 def _copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    if not any(part._buffers for part in _parts(module)):  # naming all modules takes its time
+        return {}
     return {name: None if buffer is None else buffer.detach().clone() for name, buffer in _buffers(module)}
+
+
+def _parts(module: torch.nn.Module) -> Collection[torch.nn.Module]:
+    """The module and all in it."""
+    found, open_ = {id(module): module}, [module]
+    for part in open_:
+        for inner in part._modules.values():
+            if inner is not None and id(inner) not in found:
+                found[id(inner)] = inner
+                open_.append(inner)
+    return found.values()
 
 
 @torch.no_grad()

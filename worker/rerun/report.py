@@ -26,6 +26,8 @@ class OpenCase:
     tried: dict[int, list[str]] = field(default_factory=dict)
     proven: list[int] = field(default_factory=list)
     """Ranks whose data earlier moves have proven to be at fault."""
+    kept: str = ""
+    """The folder with what a device needs to compute the iteration again; empty: nothing is kept."""
 
     def add(self, found: Sequence[CaseFinding]) -> None:
         """Take findings in; a later one of the same rank and check fills what the earlier one left empty."""
@@ -104,7 +106,6 @@ def make_report(
     devices: dict[int, str],
     *,
     is_open: bool = False,
-    checkpoint: str = "",
     data_position: dict[str, int] | None = None,
     injected: bool = False,
 ) -> CaseReport:
@@ -126,7 +127,7 @@ def make_report(
         accused=[devices[rank] for rank in judgement.accused if rank in devices] if judgement is not None else [],
         suspect_of=judgement.suspect_of if judgement is not None else 1,
         tried={rank: list(uuids) for rank, uuids in case.tried.items()},
-        checkpoint=checkpoint,
+        checkpoint=case.kept,
         data_position=dict(data_position or {}),
         found_by=case.found_by,
         injected=injected,

@@ -47,6 +47,9 @@ class Rotation:
         self.axis = axis
         self.findings: list[RankFinding] = []
         self.outcomes: list[RotatedOutcome] = []
+        self.own_elsewhere: dict[str, float] = {}
+        """All that came out of this rank's own data in the last one, on `elsewhere_device`."""
+        self.elsewhere_device: RankDevice | None = None
         self.shift = 0
         self._group = group
         self._device = device
@@ -79,6 +82,7 @@ class Rotation:
         """Gather what every rank found and hand the data on: the payload to run here, or why it cannot be. Collective."""
         self.findings = without_echoes(gather(finding, self._group))
         self.outcomes = []
+        self.own_elsewhere, self.elsewhere_device = {}, None
         chosen = choose_shift(self.findings, self.axis)
         if isinstance(chosen, str):
             return Judgement("undecided", chosen, another_placement_may_decide=True)
@@ -99,6 +103,8 @@ class Rotation:
         came_out = dict(gather((dist.get_rank(), sent), self._group))
         rank = dist.get_rank()
         ran_on = self.axis.next_of(rank, self.shift)
+        self.own_elsewhere = {check: value for check, value, _ in came_out[ran_on]}
+        self.elsewhere_device = next((one.device for one in self.findings if one.rank == ran_on), None)
         first_bad = min(gather(_first_bad(own, came_out[ran_on]), self._group))
         known = {check for finding in self.findings if finding.rank == rank for check in finding.flagged}
         outcome = compare_values(rank, ran_on, own, came_out[ran_on], known.intersection(flagged), first_bad)

@@ -50,6 +50,7 @@ from rsup.worker.rerun.replay_state import ReplayState
 from rsup.worker.rerun.replica_axis import ReplicaAxis
 from rsup.worker.rerun.rotation import Rotation
 from rsup.worker.rerun.statistics import DeterminismStatistics
+from rsup.worker.rerun.step_keeper import StepKeeper
 from rsup.worker.rerun.values import difference
 
 STATISTICS_EVERY = 100
@@ -77,7 +78,7 @@ class RerunStateMachine:
         self.config = config or RerunConfig()
         self._parts = Parts(self.config, device, torch.device(torch_device), group, ledger_folder, seed, injected)
         self._iteration = self._parts.iteration
-        self._attribution = Attribution(self._parts)
+        self._attribution = Attribution(self._parts, StepKeeper(self._parts, ledger_folder))
         self._audit: AuditRun | None = None
         self._gradients: GradientChecks | None = None
         self._statistics = DeterminismStatistics()
@@ -114,6 +115,7 @@ class RerunStateMachine:
         self._gradients = self._gradients or GradientChecks(scaler)
         self._gradients.attach(module, hook=hook, state=hook_state)
         parts.named_state = lambda: self._named_state(optimizer)
+        parts.named_parameters = lambda: self.named_parameters
         if not self.config.rotate:
             return
         axis = axis or ReplicaAxis.of_world(parts.agreement.world_size)
@@ -169,14 +171,15 @@ class RerunStateMachine:
         if state is not RerunState.NOT_RUNNING_YET and iteration != self._iteration.number:
             self._abandon()
             state = RerunState.NOT_RUNNING_YET
-        if state is RerunState.NOT_RUNNING_YET:
+        is_new = state is RerunState.NOT_RUNNING_YET
+        if is_new:
             again = self._begin(data, iteration)
         elif self.config.mode is RerunMode.DISABLED:
             again = self._parts.finish()
         else:
             again = self._end_of_pass(state, self._read_pass())
         if again and self._gradients is not None:
-            self._gradients.begin()
+            self._gradients.begin(is_new)
         return again
 
     def should_checkpoint_and_exit(self) -> Exit:
@@ -260,7 +263,7 @@ class RerunStateMachine:
     def _read_pass(self) -> list[Judged]:
         """The pass is over: its values, with those of the gradients."""
         if self._gradients is not None:
-            for message, value in self._gradients.take():
+            for message, value in self._gradients.take_numbers():
                 if rules := self._parts.rules.of_gradients(message):
                     self._iteration.log.add(message, value, rules, self.config.grad_tolerance)
         judged = self._iteration.read_log()
@@ -326,17 +329,50 @@ class RerunStateMachine:
 
     def _named_state(self, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         """What must be equal on all replicas: parameters, buffers and the optimizer's tensors, by name."""
-        names: dict[torch.Tensor, str] = {}
+        parameters = self.named_parameters
+        names = {parameter: name for name, parameter in parameters.items()}
         found: dict[str, torch.Tensor] = {}
         for number, module in enumerate(self._modules):
-            of = f" of module {number}" if number else ""
-            names |= {parameter: f"{name}{of}" for name, parameter in module.named_parameters()}
-            found |= {f"buffer {name}{of}": buffer for name, buffer in module.named_buffers()}
-        found |= {name: parameter.detach() for parameter, name in names.items()}
+            found |= {f"buffer {name}{_of(number)}": buffer for name, buffer in module.named_buffers()}
+        found |= {name: parameter.detach() for name, parameter in parameters.items()}
         for parameter, values in optimizer.state.items() if optimizer is not None else ():
             kept = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
             found |= {f"optimizer {names.get(parameter, '?')}.{key}": value for key, value in kept.items()}
         return found
+
+    @property
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters of all attached modules."""
+        named = [(f"{name}{_of(i)}", p) for i, module in enumerate(self._modules) for name, p in module.named_parameters()]
+        found: dict[str, torch.Tensor] = dict(named)
+        return found
+
+    # ------------------------------------------------------------------------------------------------- a kept step
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What this rank computes on."""
+        return self._parts.torch_device
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """Kept with a failing step, so that whoever repeats it can build the model: plain values. The loop fills it."""
+        return self._parts.program
+
+    def run_kept(
+        self, iteration: int, iterators: Sequence[RerunDataIterator], forward_backward: Callable[[], Any]
+    ) -> list[Judged]:
+        """One pass of an iteration from elsewhere, and what the checks say to it. Not collective; see `replay_case`."""
+        self._iteration.start(iteration, list(iterators))
+        self._iteration.state = RerunState.INITIAL_RUN
+        if self._gradients is not None:
+            self._gradients.begin(is_new=False)
+        try:
+            forward_backward()
+            return self._read_pass()
+        finally:
+            self._parts.large.rollback()
+            self._iteration.state = RerunState.NOT_RUNNING_YET
 
     # ----------------------------------------------------------------------------------------- determinism statistics
 
@@ -419,3 +455,7 @@ class RerunStateMachine:
         if self._pending is not None and self._pending.case.iteration == iteration:
             self._pending = None
         self._iteration.loaded = ()
+
+
+def _of(module: int) -> str:
+    return f" of module {module}" if module else ""

@@ -9,26 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from rsup.worker.rerun.contract import Compare, RerunError
+from rsup.worker.rerun.difference import FLOOR, difference
 
-FLOOR = 1e-12
-"""Values below it are compared by their distance: relative to 0, every number is infinitely large."""
-
-_HUGE = 1e300
-
-
-def difference(initial: float, again: float) -> float:
-    """0.0 where two values are the same (NaN and NaN, infinities of one sign), inf where only one of them is a finite
-    number or they are different non-finite ones, else the symmetric relative difference: 2 |a - b| / (|a| + |b|).
-
-    Never NaN, never raises. `x` and `-x` differ by 2.
-    """
-    if initial == again or (math.isnan(initial) and math.isnan(again)):
-        return 0.0
-    if not (math.isfinite(initial) and math.isfinite(again)):
-        return math.inf
-    if max(abs(initial), abs(again)) > _HUGE:  # the sum could overflow
-        initial, again = initial / 16, again / 16
-    return 2 * abs(initial - again) / max(abs(initial) + abs(again), FLOOR)
+__all__ = ["FLOOR", "as_value", "difference", "is_same", "read_values"]
 
 
 def is_same(initial: float, again: float, tolerance: float, compare: Compare | None = None) -> bool:
@@ -48,7 +31,7 @@ def is_same(initial: float, again: float, tolerance: float, compare: Compare | N
 
 
 def as_value(result: object) -> torch.Tensor | float:
-    """A copy of a check's result that nobody changes later: a float, or a tensor `[]` on its own device.
+    """A copy of a check's result that nobody changes later: a float, or, on an accelerator, a tensor `[]` there.
 
     Does not wait for the device. `result`: a Python float, or a floating-point tensor of one element; anything else raises
     `RerunError`.
@@ -75,12 +58,16 @@ def as_value(result: object) -> torch.Tensor | float:
         )
     if result.layout != torch.strided or result.device.type == "meta":
         raise RerunError(f"a result to validate has no plain value (layout {result.layout}, device {result.device})")
+    if result.is_cpu:  # nobody has to wait for it
+        return float(result.item())
     return result.detach().reshape(()).clone()
 
 
 def read_values(values: Sequence[torch.Tensor | float]) -> list[float]:
     """All of `values` as Python floats, in order, with one copy to the host for each device that holds some."""
     numbers = [value if isinstance(value, float) else math.nan for value in values]
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        return numbers
     groups: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     tensors = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
     for place, tensor in tensors.items():

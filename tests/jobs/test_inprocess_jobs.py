@@ -1,0 +1,240 @@
+"""In-process restart in whole jobs: what strikes ranks, and that training goes on in the same attempt, or at least goes on."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.jobs.conftest import Place
+
+pytest.importorskip("nvidia_resiliency_ext")
+pytestmark = pytest.mark.slow
+
+LOOP = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+import rsup.worker
+from rsup.worker.inprocess import InProcessSettings, current_entry, restartable
+
+PLAN = json.loads(os.environ["PLAN"])  # [[entry, rank, kind], ...]
+SETTINGS = json.loads(os.environ.get("SETTINGS", "{}"))
+FIRST_RANK = int(os.environ["RANK"])
+out = open(f"{os.environ['OUT']}/rank-{FIRST_RANK}", "a", buffering=1)
+
+def strike(entry, moment):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    for when, rank, kind in PLAN:
+        if when == entry and rank == FIRST_RANK and kind.endswith("-at-start") == (moment == "start"):
+            kind = kind.removesuffix("-at-start")
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "exit":
+                sys.exit(3)
+            if kind == "hard-exit":
+                os._exit(5)
+            if kind == "busy":
+                while True:
+                    time.sleep(0.01)
+            if kind == "swallow":
+                while True:
+                    try:
+                        while True:
+                            time.sleep(0.01)
+                    except BaseException:
+                        pass
+            raise ValueError(f"{kind} in entry {entry}")
+
+def train():
+    entry = current_entry()
+    out.write(json.dumps({"entry": entry.number, "pid": os.getpid(), "joined": entry.joined}) + "\\n")
+    strike(entry.number, "start")
+    dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    for iteration in range(1, 6):
+        rsup.worker.set_iteration(iteration)
+        dist.all_reduce(ones)
+        assert float(ones) == dist.get_world_size(), "another entry's numbers"
+        ones.fill_(1)
+        if iteration == 3:
+            strike(entry.number, "step")
+        time.sleep(0.02)
+    last = entry.number
+    dist.destroy_process_group()
+    return last
+
+last = restartable(train, InProcessSettings(**SETTINGS))()
+print(f"rank {FIRST_RANK} ends in entry {last}", flush=True)
+"""
+
+FAST = {
+    "monitor_thread_interval": 0.2,
+    "monitor_process_interval": 0.2,
+    "progress_watchdog_interval": 0.2,
+    "soft_timeout": 3.0,
+    "hard_timeout": 6.0,
+    "heartbeat_interval": 1.0,
+    "heartbeat_timeout": 10.0,
+    "barrier_timeout": 20.0,
+}
+
+
+def run(place: Place, job: str, plan: list[list[Any]], ranks: int, *options: str, **settings: Any) -> list[str]:
+    """Run the loop with that plan of faults to its end; the lines that its ranks print."""
+    script = place.script(LOOP)
+    arguments = ("--nproc-per-node", str(ranks), "--job-id", job, "--max-restarts", "1", *options)
+    launched = place.launch(*arguments, script, PLAN=json.dumps(plan), SETTINGS=json.dumps(settings))
+    launched.ends(0)
+    return sorted(line for line in launched.stdout.splitlines() if line.startswith("rank "))
+
+
+def entries(place: Place, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place.folder / f"rank-{rank}").read_text().splitlines()]
+
+
+@pytest.mark.timeout(240)
+def test_one_attempt_survives_everything_that_happens_to_its_ranks(place: Place) -> None:
+    """P28: each entry has a store of its own, also when rank 0, its usual host, has died. Who is well keeps its process."""
+    plan = [
+        [1, 1, "exception"],
+        [2, 1, "kill"],
+        [3, 0, "kill"],  # rank 0 hosts nothing that others need
+        [4, 0, "exception"],
+        [4, 1, "exception"],  # two at once
+        [5, 0, "kill"],
+        [5, 1, "kill"],
+        [6, 1, "exit"],  # SystemExit: not a restart's business, the process ends
+        [7, 2, "exception-at-start"],  # a fault during the restart
+        [8, 1, "kill"],
+        [9, 1, "kill-at-start"],  # the replacement dies as well
+        [10, 0, "hard-exit"],
+    ]
+    limits = ("--inprocess-identical-limit", "0", "--inprocess-no-progress-limit", "0")  # it never gets further
+    lines = run(place, "all", plan, 3, *limits)
+    assert lines == [f"rank {rank} ends in entry 11" for rank in range(3)]
+    status = place.status("all")
+    assert len(status["attempts"]) == 1
+    survivor = entries(place, 2)
+    assert [line["entry"] for line in survivor] == list(range(1, 12))
+    assert len({line["pid"] for line in survivor}) == 1
+    replaced = entries(place, 1)
+    assert [line["entry"] for line in replaced if line["joined"]] == [3, 6, 7, 9, 10]
+    assert len({line["pid"] for line in entries(place, 0)}) == 4
+
+
+@pytest.mark.timeout(240)
+def test_twenty_entries_in_one_process(place: Place) -> None:
+    plan = [[entry, entry % 2, "exception"] for entry in range(1, 20)]
+    assert run(place, "twenty", plan, 2, "--inprocess-identical-limit", "0", "--inprocess-no-progress-limit", "0") == [
+        f"rank {rank} ends in entry 20" for rank in range(2)
+    ]
+    assert len(place.status("twenty")["attempts"]) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_loop_of_pythons_that_never_ends_is_left_when_its_victims_show_no_progress(place: Place) -> None:
+    """nvrx.md 5d: with NVRx alone the innocent victim was killed, and the job with it."""
+    assert run(place, "busy", [[1, 1, "busy"]], 2, **FAST) == [f"rank {rank} ends in entry 2" for rank in range(2)]
+    assert len(place.status("busy")["attempts"]) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_function_that_swallows_everything_becomes_a_restart_of_the_processes(place: Place) -> None:
+    lines = run(place, "swallow", [[1, 1, "swallow"]], 2, "--inprocess-restart-within", "10", **FAST)
+    assert [line.split()[:2] for line in lines] == [["rank", "0"], ["rank", "1"]]
+    assert len(place.status("swallow")["attempts"]) <= 2
+
+
+@pytest.mark.timeout(240)
+def test_the_same_fault_again_and_again_becomes_a_restart_of_the_processes(place: Place) -> None:
+    script = place.script("""
+import os
+from rsup.worker.inprocess import current_entry, restartable
+import torch.distributed as dist
+
+def train():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("cannot be entered again")
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+
+restartable(train)()
+""")
+    place.launch("--nproc-per-node", "2", "--job-id", "again", "--max-restarts", "1", script).ends(0)
+    status = place.status("again")
+    assert len(status["attempts"]) == 2
+    story = place.rsup("events", "again")
+    assert "cannot be entered again" in story
+
+
+@pytest.mark.timeout(240)
+def test_reserves_step_in_and_the_world_shrinks(place: Place) -> None:
+    """`--inprocess-active-world-size`, `--inprocess-granularity`: NVRx's tree picks who computes."""
+    settings = {"active_world_size": 2, "granularity": "rank"}
+    lines = run(place, "reserve", [[1, 1, "kill"]], 3, **settings)
+    assert lines == ["rank 0 ends in entry 2", "rank 2 ends in entry 2"]
+    assert len(place.status("reserve")["attempts"]) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_process_group_made_too_early_is_said_in_one_line(place: Place) -> None:
+    script = place.script("""
+import torch.distributed as dist
+from rsup.worker.inprocess import restartable
+dist.init_process_group("gloo")
+restartable(lambda: None)()
+""")
+    launched = place.launch("--nproc-per-node", "2", "--job-id", "early", script)
+    assert launched.wait() == 1
+    assert "torch.distributed is initialised before the training function is entered" in launched.stderr
+
+
+# ------------------------------------------------------------------------------------------------- the reference trainer
+
+TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--log-interval", "10")
+TINY = (
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "2",
+)
+
+
+def train(place: Place, job: str, ranks: int, *options: str, launch: tuple[str, ...] = ()) -> str:
+    """Run a small training with in-process restart to its end; its digest."""
+    launched = place.launch(
+        *("--max-restarts", "2", "--nproc-per-node", str(ranks), "--job-id", job, *launch, *TRAIN, *TINY, "--eval-iters", "0"),
+        *("--inprocess-restart", "--save", str(place.folder / job), *options),
+    )
+    launched.ends(0)
+    last = launched.stdout.strip().splitlines()[-1]
+    assert last.startswith("digest ")
+    return last
+
+
+@pytest.mark.timeout(300)
+def test_the_trainer_ends_with_the_digest_of_an_undisturbed_run(place: Place) -> None:
+    """P29: what belongs to one entry is made anew for the next. A save may be under way when a fault strikes."""
+    kinds = ["exception", "out-of-memory", "sigkill", "exit=3"]
+    faults = [f"rank={i % 2},iteration={7 + 5 * i},kind={kind}" for i, kind in enumerate(kinds)]
+    faults += ["rank=0,iteration=11,kind=exception"]  # right after a save was begun
+    disturbed = train(place, "d", 2, *(part for fault in faults for part in ("--fault", fault)), "--enable-ft-package")
+    assert disturbed == train(place, "c", 2)
+    assert len(place.status("d")["attempts"]) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_hang_with_limits_costs_the_culprits_process_only(place: Place) -> None:
+    fault = "rank=1,iteration=13,kind=gil-hang"
+    limits = ("--ft-rank-section-timeouts", "step:3,checkpointing:20")
+    hung = train(place, "h", 2, "--fault", fault, "--enable-ft-package", launch=limits)
+    assert hung == train(place, "c", 2)
+    status = place.status("h")
+    assert len(status["attempts"]) == 1
+    assert [incident["rank"] for incident in status["incidents"]] == [1]

@@ -1,0 +1,45 @@
+"""The store that `init_process_group()` finds in the environment: a new one for each entry, so that no older key is met.
+
+torch puts no prefix before its keys, and a process group's second life reads the addresses of its first. The keeper of the
+job's first node serves the stores (`launcher/entry_stores.py`); what it is asked and says goes through the attempt's own store.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+WITHIN = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class AttemptStore:
+    """Where the attempt's own store is, which outlives its entries."""
+
+    host: str
+    port: int
+
+    def _connect(self) -> Any:
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=WITHIN)
+
+    def use_store_of(self, entry: int) -> None:
+        """Let the environment name the store of `entry`. Raises torch's `DistStoreError` if no keeper answers in a minute."""
+        store = self._connect()
+        if entry == 1:
+            store.set("rsup/entry/over/0", "")
+        os.environ["MASTER_PORT"] = store.get(f"rsup/entry/port/{entry}").decode()
+
+    def entry_over(self, entry: int) -> None:
+        """`entry` has met a fault: whoever still waits in its store waits in vain, and is to be told so."""
+        store, first = self._connect(), entry
+        while first > 1 and not store.check([f"rsup/entry/over/{first - 1}"]):
+            first -= 1  # all ranks left that one before they began it; the keeper waits for one number after the other
+        for number in range(first, entry + 1):
+            store.set(f"rsup/entry/over/{number}", "")
+
+
+def attempt_store() -> AttemptStore:
+    """The one that the launcher has put into the environment. Read it before the first `use_store_of`."""
+    return AttemptStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
