@@ -222,7 +222,7 @@ class Agent:
             return
         beats, entering = self._board.beats(), group.entering
         iterations = [beat.iteration for beat in beats if beat.iteration]
-        is_whole = len(state.alive) == group.start.num_ranks
+        is_whole = all(rank.alive or rank.settled for rank in state.ranks)
         enters = any(beat.rank in entering and beat.iteration == 0 for beat in beats)
         slots = range(group.start.num_ranks)
         self._standbys.tick(

@@ -64,7 +64,7 @@ def replaced(turn: Turn, event: RankReplaced) -> None:
 
 def replace_failed(turn: Turn, event: ReplaceFailure) -> None:
     """There is no new process: told as the end of one, so that the supervisor decides as for any other."""
-    if event.local_rank < len(turn.state.ranks):
+    if event.attempt == turn.state.attempt and event.local_rank < len(turn.state.ranks):
         if turn.state.stop is None:
             turn.set_rank(event.local_rank, signalled="")  # told to end or not, it did not end of that
         rank_died(turn, RankDied(event.attempt, event.local_rank, event.exit_code, error=event.message))

@@ -264,7 +264,7 @@ def test_when_no_reserve_is_left_the_attempt_ends_and_does_not_count_as_done() -
 
 def test_ranks_that_restart_no_more_by_themselves_are_not_replaced() -> None:
     """P27: `--inprocess-max-iterations` is an end."""
-    said = "rsup.worker.inprocess.restartable.RestartsOver: no further restart inside the processes: 3 iterations"
+    said = "rsup.worker.inprocess.wrapping.RestartsOver: no further restart inside the processes: 3 iterations"
     driver = two_nodes()
     driver.fault(0, 1)
     driver.die(1, exit_code=1, signal=0, error=said)
@@ -509,5 +509,5 @@ def test_the_launcher_s_options_reach_the_supervisor(tmp_path: Path) -> None:
 
 
 def test_the_worker_s_word_for_no_more_is_the_one_that_is_looked_for() -> None:
-    source = Path(__file__).parents[2] / "worker/inprocess/restartable.py"
+    source = Path(__file__).parents[2] / "worker/inprocess/wrapping.py"
     assert NO_FURTHER_RESTART in source.read_text()

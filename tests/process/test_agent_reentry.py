@@ -17,7 +17,7 @@ from rsup.launcher.process_state import AgentState, Phase, Rank, Settings
 from rsup.supervisor import heartbeat_board, wire
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_agent_alone import Launch, alive, launch
+from test_agent_alone import Launch, alive, children, launch
 
 __all__ = ["launch"]
 
@@ -133,6 +133,66 @@ def test_a_dead_rank_alone_gets_a_new_process(launch: Launch) -> None:
     launch.nothing_left()
 
 
+WARM = """
+import mmap, os, time
+import torch
+import rsup.worker
+from rsup.supervisor import wire
+
+session = rsup.worker.init()
+out = os.environ["OUT"]
+with open(f"{out}/libtorch_cpu.so", "a+b") as file:  # by which the agent sees that a rank has loaded torch
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+rsup.worker.set_iteration(3)
+session.send(wire.RankEntered(1))
+with open(f"{out}/start-{os.environ['RANK']}", "a") as file:
+    file.write('{"pid": %d, "join": "%s"}\\n' % (os.getpid(), os.environ.get("RSUP_JOIN", "")))
+time.sleep(60)
+"""
+
+
+def test_a_dead_rank_takes_over_its_warm_standby_and_another_is_made(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = launch.folder / "small" / "torch"
+    for name in ("", "nn", "distributed"):
+        (package / name).mkdir(parents=True, exist_ok=True)
+        (package / name / "__init__.py").write_text("")
+    for name in ("nn/parallel", "distributed/checkpoint", "_dynamo"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    launch.go(WARM)
+    pids = launch.supervisor.start()
+
+    def standbys() -> set[int]:
+        assert launch.process is not None
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(launch.process.pid)}
+        return {pid for pid, command in commands.items() if b"standby_process" in command} - {*pids, *taken}
+
+    def are_ready() -> bool:
+        notes = launch.supervisor.of(wire.Note)
+        return sum("2 warm standbys are ready" in note.text for note in notes) > len(taken)
+
+    taken: list[int] = []
+    for death in (1, 2):
+        launch.until(are_ready)
+        waiting = standbys()
+        assert len(waiting) == 2
+        os.kill(taken[-1] if taken else pids[1], signal.SIGKILL)
+        launch.supervisor.wait_for(wire.RankExited, death)
+        launch.supervisor.order(restart(death))
+        new = started(launch, 1, death + 1)
+        assert new["pid"] in waiting and new["join"] == str(death)
+        taken.append(new["pid"])
+    assert alive(pids[0])
+    launch.supervisor.order(wire.StopAttempt(0, "enough", 1, 0.0))
+    launch.supervisor.wait_for(wire.RanksGone)
+    launch.supervisor.end(1, "over")
+    assert launch.wait() == 1
+    launch.nothing_left()
+
+
 def test_the_agents_death_takes_new_processes_with_it(launch: Launch) -> None:
     launch.go(RANK)
     pids = launch.supervisor.start()
@@ -193,6 +253,10 @@ def test_a_new_process_is_watched_as_a_newcomer(reader: BoardReader) -> None:
     connect(11)
     slot.set(heartbeat_board.ITERATION, 7)
     slot.section("step").enter()
+    served = board.slot(2)  # of rank 0 as a client of NVRx's, written by the node's server for it
+    served.take_over(11, 1)
+    for field, value in ((heartbeat_board.CALLS, 1), (heartbeat_board.ITERATION, 5), (heartbeat_board.MAIN_NS, now_ns)):
+        served.set(field, value)
     group = SimpleNamespace(start=SimpleNamespace(attempt=1), started_ns=[now_ns - 10**9])
     limits = wire.Limits(sections={"step": 1e-6}, startup_s=0.5)
     state = AgentState(Settings(), Phase.RUNNING, 0.0, 0.0, ranks=(Rank(0, 11),), limits=limits)
@@ -212,6 +276,9 @@ def test_a_new_process_is_watched_as_a_newcomer(reader: BoardReader) -> None:
     assert reader.last_words(cast(Any, group), 0) == (0, "")
     group.started_ns = [now_ns - 10**9]
     assert look(fresh) == [("startup", 0)]
+    served.take_over(12, 1)
+    served.set(heartbeat_board.CALLS, 1)
+    assert reader.last_words(cast(Any, group), 0) == (0, "")
     connect(12)
     assert look(fresh) == []
     slot.section("step").enter()

@@ -11,13 +11,21 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import nvidia_resiliency_ext.inprocess
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import Board, SlotSample
 from rsup.supervisor.wire import UsageError
+from rsup.worker.inprocess.entry_store import AttemptStore
+from rsup.worker.inprocess.job_store import JobStore
+from rsup.worker.inprocess.settings import InProcessSettings
+from rsup.worker.inprocess.wrapping import _Run
 from rsup.worker.reference.options import STILL_TO_COME, Options, make_parser, parse_options
 
 ANY = object()
@@ -375,7 +383,106 @@ def errors_are_injected_of_a_type(bench: Bench) -> None:
         assert bench.runs.run(1, "--iterations", "10", "--save", str(save), *injection).codes() == [code]
 
 
+def training_is_entered_again(bench: Bench) -> None:
+    """With the flag an exception ends an entry, without it the process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("rsup/entry/port/1", str(store.port))  # as a keeper says it
+    store.set("rsup/entry/port/2", str(store.port))
+    fault = ("--iterations", "3", "--save", str(bench.save), "--fault", "rank=0,iteration=2,kind=exception")
+    environment = {**bench.agent.environment, "MASTER_PORT": str(store.port)}
+    for flags, code in ((), 1), (("--inprocess-restart",), 0):
+        run = bench.runs.start(1, *fault, *flags, job=f"job{code}", environment={**environment, "RSUP_JOB_ID": f"j{code}"})
+        bench.agent.accept()
+        assert run.finish() == [code], run.text()
+    entered = [message.entry for message in bench.agent.receive_all() if isinstance(message, wire.RankEntered)]
+    assert entered == [1, 2]
+
+
+def wrapper_of(*arguments: str) -> tuple[dict[str, Any], InProcessSettings]:
+    """What NVRx's Wrapper is made with for that command line, on four ranks."""
+    settings = parse_options(["--inprocess-restart", *arguments], world_size=4).inprocess_settings
+    run = _Run.__new__(_Run)
+    run._settings, run._world_size, run._local_world_size, run._death = settings, 4, 2, 0
+    run._attempt_store, run._store = AttemptStore("127.0.0.1", 1), JobStore("127.0.0.1", 1)
+    made: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvidia_resiliency_ext.inprocess, "Wrapper", lambda **parts: made.update(parts))
+        run._wrapper()
+    return made, settings
+
+
+def reaches_nvrx(name: str) -> Callable[[Bench], None]:
+    """The time goes to NVRx's parameter of that name; what NVRx does with it is its own tests' business."""
+
+    def effect(bench: Bench) -> None:
+        seconds = 45.5 if name == "heartbeat_timeout" else 2.5  # times have an order
+        made, _ = wrapper_of(f"--inprocess-{name.replace('_', '-')}", str(seconds))
+        assert made[name] == timedelta(seconds=seconds) != wrapper_of()[0][name]
+
+    return effect
+
+
+def entries_are_limited(bench: Bench) -> None:
+    def limits(*arguments: str) -> int | None:
+        (found,) = [part for part in wrapper_of(*arguments)[0]["initialize"].instances if hasattr(part, "max_iterations")]
+        most: int | None = found.max_iterations
+        return most
+
+    assert limits() is None
+    assert limits("--inprocess-max-iterations", "7") == 7
+
+
+def reserves_are_kept(bench: Bench) -> None:
+    assert type(wrapper_of()[0]["rank_assignment"]).__name__ == "SameSeats"
+    made, settings = wrapper_of("--inprocess-active-world-size", "2")
+    assert (settings.reserves(4), made["rank_assignment"].layers[0].max_ranks) == (2, 2)
+
+
+def reserves_are_nodes_or_ranks(bench: Bench) -> None:
+    active = ("--inprocess-active-world-size", "2")
+    for granularity, num_layers in (("node", 2), ("rank", 1)):
+        made, _ = wrapper_of(*active, "--inprocess-granularity", granularity)
+        assert len(made["rank_assignment"].layers) == num_layers
+
+
+def the_cache_is_emptied(bench: Bench) -> None:
+    for flags, emptied in (((), 0), (("--inprocess-empty-cuda-cache",), 1)):
+        made, _ = wrapper_of(*flags)
+        calls: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.cuda.is_initialized", lambda: True)
+            patch.setattr("torch.cuda.empty_cache", lambda calls=calls: calls.append(1))
+            made["finalize"]._clean_up = lambda: None
+            made["finalize"]._leave()
+        assert len(calls) == emptied
+
+
+IN_PROCESS_TIMES = (
+    "monitor_thread_interval",
+    "monitor_process_interval",
+    "progress_watchdog_interval",
+    "heartbeat_interval",
+    "heartbeat_timeout",
+    "completion_timeout",
+    "last_call_wait",
+    "termination_grace_time",
+)
+
+
+def soft_hard_and_barrier_are_passed_on(bench: Bench) -> None:
+    times = ("--inprocess-soft-timeout", "3", "--inprocess-hard-timeout", "4", "--inprocess-barrier-timeout", "70")
+    made, _ = wrapper_of(*times)
+    assert [made[f"{name}_timeout"].total_seconds() for name in ("soft", "hard", "barrier")] == [3, 4, 70]
+
+
 EFFECTS: dict[str, Callable[[Bench], None]] = {
+    "--inprocess-restart": training_is_entered_again,
+    **{f"--inprocess-{name.replace('_', '-')}": reaches_nvrx(name) for name in IN_PROCESS_TIMES},
+    **{f"--inprocess-{name}-timeout": soft_hard_and_barrier_are_passed_on for name in ("soft", "hard", "barrier")},
+    "--inprocess-max-iterations": entries_are_limited,
+    "--inprocess-active-world-size": reserves_are_kept,
+    "--inprocess-granularity": reserves_are_nodes_or_ranks,
+    "--inprocess-empty-cuda-cache": the_cache_is_emptied,
     "--rerun-mode": the_mode_decides_what_a_rejection_does,
     "--no-check-for-nan-in-loss-and-grad": nan_can_be_let_through,
     "--check-for-spiky-loss": spiky_losses_are_found,

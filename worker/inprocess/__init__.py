@@ -13,7 +13,7 @@ a restart of all processes where a restart inside of them does not help. Elsewhe
 """
 
 from rsup.worker.inprocess.entry import Entry, current_entry
-from rsup.worker.inprocess.restartable import restartable
 from rsup.worker.inprocess.settings import InProcessSettings
+from rsup.worker.inprocess.wrapping import restartable
 
 __all__ = ["Entry", "InProcessSettings", "current_entry", "restartable"]
