@@ -62,8 +62,7 @@ class BoardReader:
         """Sample every living rank; return what is overdue now and was not told before."""
         now_ns = time.monotonic_ns()
         self._watched = [
-            WatchedRank(state.ranks[i].rank, state.ranks[i].pid, group.started_ns[i], self._sample(i))
-            for i in state.alive
+            WatchedRank(state.ranks[i].rank, state.ranks[i].pid, group.started_ns[i], self._sample(i)) for i in state.alive
         ]
         self._state, overdue = board_watch.watch(
             self._state, self._watched, state.limits, now_ns, state.gaps, self._attempt, at_us, is_debugged
@@ -75,7 +74,8 @@ class BoardReader:
         return board_watch.beats(self._watched, time.monotonic_ns())
 
     def sections(self, attempt: int, at_us: int, closing: bool) -> wire.SectionsObserved | None:
-        """What was observed since the attempt began, of dead ranks too until they are replaced; None if no rank uses rsup.worker."""
+        """What was observed since the attempt began, of dead ranks too until they are replaced; None if no rank uses
+        rsup.worker."""
         if self._board is None or attempt != self._attempt:
             return None
         samples = [sample for i in range(self._num_ranks) if (sample := self._sample(i))]

@@ -42,7 +42,7 @@ class EntryStores:
         say: Callable[[str], None],
     ) -> None:
         self._host = host
-        self._attempt = attempt
+        self._attempt: Any = attempt
         self._connect = connect
         self._make_store = make_store
         self._say = say

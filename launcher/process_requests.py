@@ -1,7 +1,7 @@
 """The part of the process machine that talks with ranks: what they declare and commit, what they are asked to do.
 
 A request is answered once: done when every rank that was asked has taken it up (or, asked to leave, has left); not done when
-the script does not poll for requests or its attempt ended first.
+a rank could not do it, the script does not poll for requests or its attempt ended first.
 """
 
 from msgspec.structs import replace
@@ -73,7 +73,7 @@ def hear(turn: Turn, event: RankMessage) -> None:
     elif isinstance(message, wire.RankControls):
         turn.fact(wire.WorkloadControl(at_us, event.attempt, rank.rank, message.action, message.description))
     elif isinstance(message, wire.RankRequestDone):
-        _taken_up(turn, event.local_rank, message.request_id)
+        _taken_up(turn, event.local_rank, message.request_id, "" if message.done else message.message or "the script could not")
     else:
         turn.note(message.level, message.text, rank.rank)
 
@@ -139,13 +139,14 @@ def _ask(turn: Turn, local_ranks: tuple[int, ...], request_id: str, leave: bool,
     turn.do(AskRanks(local_ranks, request_id, leave, reason))
 
 
-def _taken_up(turn: Turn, local_rank: int, request_id: str) -> None:
+def _taken_up(turn: Turn, local_rank: int, request_id: str, failure: str = "") -> None:
     still_open = []
     for request in turn.state.requests:
         if request.request_id == request_id:
-            request = replace(request, waiting=request.waiting - {local_rank})
+            failure = request.failure or failure
+            request = replace(request, waiting=request.waiting - {local_rank}, failure=failure)
             if not request.waiting:
-                _answer(turn, request_id, True, "")
+                _answer(turn, request_id, not failure, failure)
                 continue
         still_open.append(request)
     turn.set(requests=tuple(still_open))

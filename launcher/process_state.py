@@ -105,11 +105,12 @@ class HeldStop(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A save or leave request that the local ranks in `waiting` have not taken up."""
+    """A save or leave request that the local ranks in `waiting` have not taken up. `failure`: why one could not do it."""
 
     request_id: str
     leave: bool
     waiting: frozenset[int]
+    failure: str = ""
 
 
 class Ending(Struct, frozen=True):

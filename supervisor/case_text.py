@@ -79,7 +79,7 @@ def case_text(one: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
     if one["reason"]:
         lines.append(f"  why: {clean(one['reason'])}")
     lines.append(f"  then: {what_followed(one)}")
-    for name, label in (("checkpoint", "checkpoint"), ("data_position", "data")):
+    for name, label in (("checkpoint", "step"), ("data_position", "data")):
         if one[name]:
             lines.append(f"  {label}: {clean(one[name] if name == 'checkpoint' else _pairs(one[name]))}")
     lines += ["", _findings(one, width, paint)]

@@ -8,9 +8,11 @@ its numbers. torch is never loaded here.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,12 +51,26 @@ def main(argv: Sequence[str], keep: Keep | None = None, told: Callable[[list[Jso
         if (case := _value_of(words, "--replay")) is not None:
             steps, why_none = _kept_steps(sources, case)
             more += ["--replay-steps", steps, "--replay-missing", why_none]
-        code = subprocess.run(_command([*words, *more]), env=_environment()).returncode
+        code = _run(_command([*words, *more]))
         reports: list[Json] = json.loads(results.read_bytes()) if results.exists() else []
     told(reports)
     for report in (report for report in reports if report["was_tried"]):
         _keep(report, folder, own["--reason"], keep if accepts_injected or not report["injected"] else None)
     return code
+
+
+def _run(command: Sequence[str]) -> int:
+    """Its exit code. SIGTERM is passed on, so that the screen ends what it started."""
+    process = subprocess.Popen(command, env=_environment())
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()) if is_main else None
+    try:
+        return process.wait()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+        if process.poll() is None:
+            process.terminate()
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], bool]:
@@ -109,6 +125,8 @@ def _held(sources: Sources) -> dict[str, str]:
 def _kept_steps(sources: Sources, case: str) -> tuple[str, str]:
     """The folder of the case's steps, and why nothing can be replayed where it holds none. Raise `UsageError` for a case that
     nobody knows."""
+    if not case.strip():
+        raise UsageError("--replay names no case; `rsup cases list` shows them")
     try:
         found = sources.read(lambda source: source.case(case))
     except QueryError as error:
@@ -117,7 +135,10 @@ def _kept_steps(sources: Sources, case: str) -> tuple[str, str]:
         raise UsageError(f"no case {case[:200]!r}; `rsup cases list` shows them")
     folder = str(found[-1].get("checkpoint") or "")
     if not folder:
-        return "", "the case kept no step: nothing fatal failed, the ranks had nowhere to save, or its data cannot be kept"
+        why = (
+            "nothing fatal failed, the ranks had nowhere to save, its data or program cannot be kept, or the model is too large"
+        )
+        return "", f"the case kept no step: {why}"
     return folder, f"its step is not in {folder} any more, or cannot be seen from this node"
 
 
@@ -143,10 +164,12 @@ def _keep(report: Json, folder: Path, reason: str, keep: Keep | None) -> None:
 def summary(report: Json, reason: str, path: Path) -> str:
     """What is kept with the evidence: one line that says what was done, on what, how hot, and what came out."""
     passed = sum(test["outcome"] == "passed" for test in report["tests"])
+    replays = [f"{test['name']}: {test['outcome']}" for test in report["tests"] if test["name"].startswith("replay of ")]
     injected = "a fault was injected; " if report["injected"] else ""
     words = [
         f"{injected}SDC screen {report['outcome']}",
         report["reason"],
+        *replays[:2],
         f"{passed} of {len(report['tests'])} computations passed, {report['rounds']} rounds in {report['seconds']:.0f} s",
         *(_range(report[name], unit) for name, unit in (("temperature_c", "C"), ("sm_clock_mhz", "MHz"), ("power_w", "W"))),
         f"driver {report['driver']}" if report["driver"] else "",

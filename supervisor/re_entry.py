@@ -190,11 +190,20 @@ def resumed_in_process(turn: Turn, iteration: int) -> bool:
 
 def _recover_if_all_stepped(turn: Turn) -> None:
     state, restart = turn.state, turn.state.in_process.open
+    if restart is not None and _all_left_well(state):
+        _recovered(turn, f"every rank has left well after entry {restart.entry}")
+        return
     if restart is None or not restart.entered_us or state.phase not in _AT_WORK:
         return
     living = [rank for rank in restart.stepped if rank in state.in_process.entries]
     if len(living) >= num_needed(state):
         _recovered(turn, f"every rank has done an iteration in entry {restart.entry}")
+
+
+def _all_left_well(state: JobState) -> bool:
+    """Whether the ranks were told to stop and have left with 0: none is left for an iteration, and the fault ended nothing."""
+    is_asked = state.phase is Phase.STOPPING and state.stop is not None and state.failure is None
+    return is_asked and state.num_ended == state.num_ok and num_needed(state) == 0
 
 
 def _recovered(turn: Turn, how: str) -> None:

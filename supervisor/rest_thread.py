@@ -4,6 +4,7 @@ FastAPI and uvicorn take most of a second to import. An agent that waits for its
 job of two seconds need not pay for them at all. Until the server is up, connections wait in the listening socket's queue.
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -72,3 +73,5 @@ class RestThread:
             self._stop_server = self._serve(self._socket)
         except (RsupError, ImportError, OSError) as error:
             _log.error("REST and the page are not available: %s", error)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # who connects is refused, and reads the store, rather than waiting

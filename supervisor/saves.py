@@ -34,7 +34,9 @@ def save_seen(turn: Turn, agent_id: str, fact: SaveSeen) -> None:
     elif fact.stage == "local":
         saves = replace(saves, under_way=ended, local=noted, num_local=saves.num_local + 1)
     elif fact.stage == "failed":
-        saves = replace(saves, under_way=ended, failed=noted, num_failed=saves.num_failed + 1)
+        known = saves.failed  # each rank on which a save fails may say so
+        is_new = known is None or (known.attempt, known.iteration) != (fact.attempt, fact.iteration)
+        saves = replace(saves, under_way=ended, failed=noted, num_failed=saves.num_failed + is_new)
     turn.change(saves=saves)
     if fact.stage in _KINDS:
         _say(turn, fact, turn.state.agents[agent_id].info.node)

@@ -515,7 +515,8 @@ class RankFaulted(Fact, frozen=True):
 
 class SaveSeen(Fact, frozen=True):
     """What became of a save, other than durable (that is `CheckpointCommitted`). `stage`: `begun`, `local` (a non-persistent
-    one is complete) or `failed` (with the reason in `text`). `stall_s`: how long training stood still for it."""
+    one is complete), `failed` (with the reason in `text`) or `stood` (only the time). `stall_s`: how long training stood still
+    for it."""
 
     attempt: int
     iteration: int
@@ -966,10 +967,12 @@ class RankDeclares(Struct, frozen=True, tag=True):
 
 
 class RankRequestDone(Struct, frozen=True, tag=True):
-    """The loop has taken up `request_id`."""
+    """The loop has taken up `request_id`; not `done`: it could not do what was asked, and `message` says why."""
 
     request_id: str
     iteration: int
+    done: bool = True
+    message: str = ""
 
 
 class RankNote(Struct, frozen=True, tag=True):

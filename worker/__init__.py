@@ -13,10 +13,18 @@ Calls come from the training thread; none of them blocks. A section costs well u
 
 import atexit
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rsup.supervisor import heartbeat_board as _board
 from rsup.supervisor import wire as _wire
 from rsup.worker.session import NoSession, Request, SectionLike, Session, connect
+
+if TYPE_CHECKING:
+    from rsup.worker.inprocess import InProcessSettings
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 __all__ = [
     "Request",
@@ -36,6 +44,7 @@ __all__ = [
     "report_save",
     "request_done",
     "requested",
+    "restartable",
     "resumed",
     "section",
     "set_iteration",
@@ -79,9 +88,9 @@ def requested() -> Request | None:
     return (_session or init()).requested()
 
 
-def request_done(request_id: str, iteration: int) -> None:
-    """The loop has done what `request_id` asked, at `iteration`."""
-    (_session or init()).request_done(request_id, iteration)
+def request_done(request_id: str, iteration: int, failure: str = "") -> None:
+    """The loop has done what `request_id` asked, at `iteration`; or could not, and `failure` says why."""
+    (_session or init()).request_done(request_id, iteration, failure)
 
 
 def report_checkpoint(iteration: int, path: str, duration_s: float = 0.0) -> None:
@@ -108,7 +117,8 @@ def agent_pid() -> int | None:
 
 
 def report_save(iteration: int, stage: str, path: str = "", stall_s: float = 0.0, text: str = "") -> None:
-    """What became of a save other than durable: `begun`, `local` (a non-persistent one is complete) or `failed` (why: `text`).
+    """What became of a save other than durable: `begun`, `local` (a non-persistent one is complete), `failed` (why: `text`), or
+    only what it cost: `stood`.
 
     `stall_s`: how long the training thread stood still for it. One rank reports it.
     """
@@ -122,6 +132,13 @@ def report_leaving(iteration: int, kind: str, reason: str, durable: bool, consum
     session = _session or init()
     session.send(_wire.RankLeaving(iteration, kind, _wire.clip(reason, 4096), durable, consumed_samples, phase))
     session.flush(DECLARED_WITHIN_S)  # what follows may end the process without asking anybody
+
+
+def restartable(function: "Callable[_P, _R]", settings: "InProcessSettings | None" = None) -> "Callable[_P, _R | None]":
+    """`function`, entered again in the same process after a fault of any rank: see `rsup.worker.inprocess`."""
+    from rsup.worker.inprocess import restartable as wrap
+
+    return wrap(function, settings)
 
 
 def declare_exit(code: int, reason: str) -> None:

@@ -4,13 +4,14 @@ Each rank sees a signal or a request at a moment of its own. The maximum over al
 same iteration.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import rsup.worker
@@ -44,7 +45,8 @@ class Agreement:
         self._duration_s = duration_s
         self.deadline = deadline
         self._taken: set[int] = set()
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}
+        self._failures: dict[int, str] = {}
         self._said_replaced = False
         self._passed_s: float | None = None
 
@@ -54,7 +56,7 @@ class Agreement:
         number = _request_number(request.request_id) if request is not None else 0
         if request is not None and number in self._taken:  # seen late: the others have brought us to act on it before
             if number not in self._open:
-                rsup.worker.request_done(request.request_id, iteration)
+                rsup.worker.request_done(request.request_id, iteration, self._failures.get(number, ""))
             request, number = None, 0
         received = self._received()
         mine = [
@@ -70,7 +72,7 @@ class Agreement:
             self.deadline.measure(time.time())
         if number:
             self._taken.add(number)
-            self._open.add(number)
+            self._open[number] = iteration
         return Asked(
             signal=signal.Signals(saving or quiet).name if saving or quiet else "",
             save=bool(number),
@@ -108,9 +110,16 @@ class Agreement:
             return decision
         return dataclasses.replace(decision, reason=f"{decision.reason}: {self.deadline.text(time.time())}")
 
-    def pause(self) -> None:
-        """What follows until the next `ask` is not an ordinary iteration: do not measure it."""
-        self._passed_s = None
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Around a save: the time that it takes is no iteration's. The rest of the iteration counts all the same, so that one
+        is measured where every iteration saves."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._passed_s is not None:
+                self._passed_s += time.monotonic() - began_s
 
     def _maximum(self, mine: list[int]) -> list[int]:
         import torch
@@ -123,12 +132,16 @@ class Agreement:
         found: list[int] = agreed.tolist()
         return found
 
-    def close_requests(self, iteration: int) -> None:
-        """What was asked for has been done, or could not be; say so to the agent."""
-        request = rsup.worker.requested() if self._open else None
-        if request is not None and _request_number(request.request_id) in self._open:
-            rsup.worker.request_done(request.request_id, iteration)
-        self._open.clear()
+    def close_requests(self, iteration: int, failure: str = "") -> None:
+        """What was asked for up to `iteration` has been done, or could not be, and `failure` says why; tell the agent."""
+        closed = {number for number, asked_at in self._open.items() if asked_at <= iteration}
+        request = rsup.worker.requested() if closed else None
+        if request is not None and _request_number(request.request_id) in closed:
+            rsup.worker.request_done(request.request_id, iteration, failure)
+        for number in closed:
+            del self._open[number]
+            if failure:
+                self._failures[number] = failure
 
 
 def _request_number(request_id: str) -> int:

@@ -6,6 +6,7 @@ and tells the others. The training thread asks with `poll` at the head of each i
 way out. A full disk fails that checkpoint, not the training; a directory that belongs to somebody else ends the process.
 """
 
+import contextlib
 import errno
 import threading
 import time
@@ -161,11 +162,17 @@ class Checkpointer:
             self._refusal = refusal
         except CheckpointError as failure:
             error = str(failure)
+            self._wait_until_all_are_out()
         except Exception as failure:  # outermost frame of the thread: it becomes the result
             error = f"{type(failure).__name__}: {_first_line(failure)}"
         if error and self._rank == 0:
             self._directory.discard(self._owner, iteration)
         self._result = SaveResult(iteration, path, time.monotonic() - began_s, error)
+
+    def _wait_until_all_are_out(self) -> None:
+        """Before the folder of a save that has failed on all ranks is removed: one that still writes would bring it back."""
+        with contextlib.suppress(RuntimeError):  # a peer is gone, and writes nothing
+            dist.barrier(self._group)
 
     def _write(self, iteration: int, staged: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
         temporary = self._directory.temporary(self._owner, iteration)
@@ -195,11 +202,15 @@ class Checkpointer:
         """Why writing failed; torch's writer hides a full disk behind an error of its file format."""
         if isinstance(failure, OSError) and failure.strerror:
             return failure.strerror
+        probe = temporary / f".probe-{self._rank}"
         try:
-            with (temporary / ".probe").open("wb") as file:
+            with probe.open("wb") as file:
                 file.write(bytes(1 << 20))
         except OSError as error:
             return error.strerror or str(error)
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
         return _first_line(failure)
 
     def _gather_files(self, temporary: Path) -> dict[str, tuple[int, str]]:

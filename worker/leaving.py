@@ -16,8 +16,10 @@ without a launcher, too.
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import rsup.worker
@@ -29,6 +31,9 @@ from rsup.worker.phases import JobPhase, current_phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+FAILED_WORD_WITHIN_S = 20.0
+"""How long a rank whose save has failed keeps its word ready for the others, and so how long its process outlives the error."""
 
 
 class Leaving:
@@ -63,6 +68,8 @@ class Leaving:
         self._iteration = 0
         self._durable_iteration = -1
         self._consumed_samples = 0
+        self._failure = ""
+        self._last_word: object = None
 
     def after(self, iteration: int, consumed_samples: int = 0) -> Decision:
         """What to do after `iteration` (1-based, of the whole job): `save`, then `leave`. Collective, on every rank.
@@ -70,7 +77,7 @@ class Leaving:
         `consumed_samples`: of the whole job so far, where phases count them.
         """
         rsup.worker.set_iteration(iteration)
-        self._agreement.close_requests(self._iteration)
+        self._agreement.close_requests(self._iteration, self._why_not_saved())
         self._iteration, self._consumed_samples = iteration, consumed_samples
         decision = decide(self._plan, self._agreement.ask(iteration), iteration)
         self._decision = self._agreement.explained(decision)
@@ -89,22 +96,51 @@ class Leaving:
     def saving(self, path: str = "") -> Iterator[None]:
         """Around a save that is durable once the block has ended on every rank: measured, and reported as `path`. Collective.
 
-        An error in the block on any rank: it goes on there, and the save counts on none.
+        An error in the block on any rank is said and goes on there at once, and the save counts on none. Whoever catches it has
+        to do so within `FAILED_WORD_WITHIN_S` of the other ranks' end of the block: else the group is broken.
         """
-        began_s, worked = time.monotonic(), False
-        try:
-            yield
-            worked = True
-        finally:
-            all_worked = self._all_worked(worked)
-            duration_s = time.monotonic() - began_s
-            self._agreement.pause()
-            if all_worked:
-                self._durable_iteration = self._iteration
-                if self._agreement.deadline is not None:
-                    self._agreement.deadline.saved_in(duration_s)
-                if self._is_first:
-                    rsup.worker.report_checkpoint(self._iteration, path, duration_s)
+        began_s = time.monotonic()
+        if self._is_first:
+            rsup.worker.report_save(self._iteration, "begun", path)
+        with self._agreement.standing_still():
+            try:
+                yield
+            except BaseException as error:
+                self._say_failed(error, path)
+                raise
+            all_worked = self._all_worked()
+        duration_s = time.monotonic() - began_s
+        if all_worked:
+            self._has_become_durable(path, duration_s)
+        else:
+            self._failure = f"the save of iteration {self._iteration} has failed on another rank"
+            if self._is_first:
+                rsup.worker.report_save(self._iteration, "stood", path, duration_s)
+
+    def _why_not_saved(self) -> str:
+        """For a request that is still open when the loop goes on; empty: it was saved."""
+        if self._durable_iteration == self._iteration:
+            return ""
+        return self._failure or f"the loop has reported no durable save of iteration {self._iteration}"
+
+    def _has_become_durable(self, path: str, duration_s: float) -> None:
+        self._durable_iteration, self._failure = self._iteration, ""
+        if self._agreement.deadline is not None:
+            self._agreement.deadline.saved_in(duration_s)
+        if self._is_first:
+            rsup.worker.report_checkpoint(self._iteration, path, duration_s)
+            rsup.worker.report_save(self._iteration, "stood", path, duration_s)
+        self._agreement.close_requests(self._iteration)
+
+    def _say_failed(self, error: BaseException, path: str) -> None:
+        """At once, because the others may be stuck in the save: with us, or for as long as their group lets them."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        self._failure = f"the save of iteration {self._iteration} has failed: {what}"
+        print(f"warning: rank {self._rank}: {self._failure}", file=sys.stderr, flush=True)
+        rsup.worker.note("warning", self._failure)
+        rsup.worker.report_save(self._iteration, "failed", path, text=what)
+        self._tell_others_of_failure()
 
     def leave(self) -> int:
         """Report the way out, and give the signals back. The exit code: 0; 1 where a save was due and is not durable."""
@@ -115,26 +151,44 @@ class Leaving:
             phase = self.phase.number if self.phase is not None else 0
             of_it = (is_durable, self._consumed_samples, phase)
             rsup.worker.report_leaving(iteration, decision.kind or "finished", decision.reason, *of_it)
-        self._agreement.close_requests(iteration)
+        self._agreement.close_requests(iteration, self._why_not_saved() if decision.save and not is_durable else "")
         if self._signals is not None:
             self._signals.release()
         return 1 if decision.save and not is_durable else 0
 
     @property
     def _is_first(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def _rank(self) -> int:
         import torch.distributed as dist
 
-        return self._group is None or dist.get_rank() == 0
+        return 0 if self._group is None else dist.get_rank()
 
-    def _all_worked(self, worked: bool) -> bool:
+    def _all_worked(self) -> bool:
+        """Whether it went well on the others, too. Collective; a rank where it failed calls `_tell_others_of_failure`."""
         if self._group is None:
-            return worked
+            return True
         import torch
         import torch.distributed as dist
 
-        agreed = torch.tensor([int(worked)])
+        agreed = torch.tensor([1])
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._group)
         return bool(agreed.item())
+
+    def _tell_others_of_failure(self) -> None:
+        """Take part in `_all_worked` without waiting. Limited: an exiting process waits for what its group has under way."""
+        if self._group is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        options.timeout = timedelta(seconds=FAILED_WORD_WITHIN_S)
+        with contextlib.suppress(RuntimeError):  # a peer is gone: nobody there to be told
+            self._last_word = self._group.allreduce([torch.tensor([0])], options)
 
 
 def _gloo_group() -> "dist.ProcessGroup | None":

@@ -219,7 +219,9 @@ class LocalCheckpointer:
         iteration, size_bytes = header.iteration, part_bytes(header)
         sizes: list[int] = gather_objects(size_bytes, self._group)
         kept = [rank for rank, others in enumerate(self._keepers) if self._rank in others]
-        error = self._lack_of_room(size_bytes + sum(sizes[rank] for rank in kept))
+        error = self._lack_of_room(self._bytes_on_this_node(sizes))
+        errors: list[str] = gather_objects(error, self._group)  # nobody writes before all have looked at the room
+        error = next(filter(None, errors), "")
         final = self._directory.final(iteration, self._token, self._rank)
         temporary = self._directory.temporary(final)
         if not error:
@@ -229,7 +231,7 @@ class LocalCheckpointer:
             except OSError as failure:
                 error = f"cannot write {temporary}: {failure.strerror}"
             self._probe("written", iteration)
-        errors: list[str] = gather_objects(error, self._group)
+        errors = gather_objects(error, self._group)
         if any(errors):
             return next(filter(None, errors)), ""
         lost = self._send_copies(iteration, temporary, sizes, kept)
@@ -258,6 +260,12 @@ class LocalCheckpointer:
             if problem := copy.finish(item.error):
                 problems.append(f"rank {self._rank} has no copy of rank {item.sender}'s part: {problem}")
         return "; ".join(problems)
+
+    def _bytes_on_this_node(self, sizes: list[int]) -> int:
+        """What all ranks of this node write: their parts, and the copies that they keep of others'."""
+        here = {rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]}
+        copies = sum(sizes[rank] for rank, others in enumerate(self._keepers) for keeper in others if keeper in here)
+        return copies + sum(sizes[rank] for rank in here)
 
     def _lack_of_room(self, needed_bytes: int) -> str:
         try:

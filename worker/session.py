@@ -105,7 +105,7 @@ class NoSession:
     def send(self, message: wire.RankToAgent) -> None:
         pass
 
-    def request_done(self, request_id: str, iteration: int) -> None:
+    def request_done(self, request_id: str, iteration: int, failure: str = "") -> None:
         pass
 
     def device_used(self, uuid: str) -> None:
@@ -204,11 +204,11 @@ class Session:
             self.send(self._hello())
         return self._request
 
-    def request_done(self, request_id: str, iteration: int) -> None:
-        """The loop has saved for `request_id` at `iteration`."""
+    def request_done(self, request_id: str, iteration: int, failure: str = "") -> None:
+        """The loop has saved for `request_id` at `iteration`; or could not, for the reason `failure`."""
         if self._request is not None and self._request.request_id == request_id:
             self._request = None
-        self.send(wire.RankRequestDone(request_id, iteration))
+        self.send(wire.RankRequestDone(request_id, iteration, not failure, wire.clip(failure, 1024)))
 
     def device_used(self, uuid: str) -> None:
         """Name the device that this rank really computes on."""

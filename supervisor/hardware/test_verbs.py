@@ -17,6 +17,11 @@ from rsup.supervisor.wire import RsupError, UsageError
 STAND_IN = "CPU-"
 GONE = ("retired", "in_repair")
 """States of devices that need not be there."""
+VALUED = (
+    *("--state-dir", "--supervisor", "--reason", "--duration", "--replay", "--replay-command", "--device-inventory", "--fault"),
+    "--size",
+)
+"""Options of the test that take the next word."""
 _WORST = {"failed": 2, "skipped": 1, "passed": 0}
 _CODES = {"passed": 0, "failed": 1, "skipped": 75}
 
@@ -32,8 +37,8 @@ def test_devices(words: Sequence[str]) -> int:
 def test_node(words: Sequence[str]) -> int:
     """Run `rsup nodes test [NODE] OPTIONS`; return the exit code. Raise `RsupError`."""
     here, left = places.this_host(), list(words)
-    if left and not left[0].startswith("-"):
-        named = left.pop(0)
+    if (place := _place_of_name(left)) is not None:
+        named = left.pop(place)
         if named != here:
             raise UsageError(f"{named[:100]}: a node is tested on the node itself, and this is {here}: run it there")
     if any(word in ("-h", "--help") for word in left):
@@ -54,6 +59,16 @@ def test_node(words: Sequence[str]) -> int:
         except RsupError as error:
             print(f"rsup nodes test: {here}: not kept as evidence: {error}", file=sys.stderr)
     return _CODES[result]
+
+
+def _place_of_name(words: Sequence[str]) -> int | None:
+    """Where the node's name is among options and their values."""
+    after = ""
+    for place, word in enumerate(words):
+        if not word.startswith("-") and after not in VALUED:
+            return place
+        after = word
+    return None
 
 
 def _of_node(reports: Sequence[Json], unseen: Sequence[str]) -> tuple[str, str]:

@@ -467,6 +467,19 @@ def test_a_stop_in_the_middle_of_a_restart_works_as_always() -> None:
     assert driver.state.result is not None and driver.state.result.exit_code == 143
 
 
+def test_ranks_that_leave_well_after_a_fault_have_recovered_from_it() -> None:
+    driver = two_nodes()
+    driver.beat_all(7)
+    driver.die(0)
+    driver.enter_all(2, 1, 2, 3)
+    driver.enter(0, 2, joined=True)
+    driver.feed(OperatorAsked("stop", "alice", "", "r1"))
+    for rank in range(4):
+        assert driver.incidents()[-1].recovered_us is None
+        driver.die(rank, exit_code=0, signal=0)
+    assert driver.incidents()[-1].recovered_us is not None
+
+
 def test_a_supervisor_that_comes_back_goes_on_with_the_restart_and_its_time() -> None:
     driver = two_nodes(in_process=wire.InProcessPolicy(restart_within_s=20.0))
     driver.die(0)

@@ -76,7 +76,7 @@ def test_a_dead_rank_gets_a_new_process_and_its_siblings_keep_theirs() -> None:
     agent = Agent()
     agent.die(0)
     told, replaces = agent.replace(0)
-    assert told.message == wire.PeersFailed([0], [0], "rank died", [1])
+    assert isinstance(told, ev.TellPeers) and told.message == wire.PeersFailed([0], [0], "rank died", [1])
     assert replaces == ev.ReplaceRank(1, 0, 1, "rank died")
     assert agent.state.exits == () and agent.state.failed_at is None
     assert agent.feed(ev.RankReplaced(1, 0, 13)) == []
@@ -125,6 +125,7 @@ def test_a_process_that_cannot_be_started_is_told_as_one_that_ended() -> None:
     (fact,) = facts(agent.feed(ev.ReplaceFailure(1, 0, "cannot start python: no memory", 126)), wire.RankExited)
     assert (fact.rank, fact.exit_code, fact.error, fact.by_us) == (0, 126, "cannot start python: no memory", "")
     assert agent.state.phase is Phase.RUNNING
+    assert agent.feed(ev.ReplaceFailure(1, 0, "told again")) == agent.feed(ev.ReplaceFailure(2, 0, "of another attempt")) == []
 
 
 def test_stuck_ranks_alone_are_killed_and_their_death_is_reported() -> None:
@@ -133,6 +134,8 @@ def test_stuck_ranks_alone_are_killed_and_their_death_is_reported() -> None:
     assert kill == ev.SignalRanks((1,), signal.SIGKILL, "rank 1 hangs")
     (fact,) = facts(agent.die(1), wire.RankExited)
     assert (fact.rank, fact.by_us) == (1, "rank 1 hangs")
+    assert agent.order(wire.EndRanks(0, "rank 1 hangs", 1, [1])) == [], "it is dead already"
+    assert agent.order(wire.EndRanks(0, "of another attempt", 2, [0])) == []
     assert agent.state.failed_at is not None, "what follows is the supervisor's to say"
     assert of(agent.replace(1), ev.ReplaceRank) and agent.state.ranks[1].signalled == ""
 
@@ -184,6 +187,7 @@ def test_whatever_ends_the_attempt_while_a_nodes_last_rank_waits_reaps_the_rest(
     agent.die(0)
     agent.die(1)
     assert len(of(stop(agent), ev.ReapAll)) == 1
+    assert not of(agent.replace(0), ev.ReplaceRank), "too late"
     assert facts(agent.feed(ev.AllReaped(1)), wire.RanksGone)
 
 

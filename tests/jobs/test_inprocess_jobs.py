@@ -136,6 +136,8 @@ def test_a_loop_of_pythons_that_never_ends_is_left_when_its_victims_show_no_prog
     """nvrx.md 5d: with NVRx alone the innocent victim was killed, and the job with it."""
     assert run(place, "busy", [[1, 1, "busy"]], 2, **FAST) == [f"rank {rank} ends in entry 2" for rank in range(2)]
     assert len(place.status("busy")["attempts"]) == 1
+    for rank in range(2):
+        assert len({line["pid"] for line in entries(place, rank)}) == 1, "nobody was killed"
 
 
 @pytest.mark.timeout(240)

@@ -40,7 +40,7 @@ def test_the_failing_step_comes_again_on_the_faulty_device_alone(place: Place, o
     assert f"reference ({good})" in replay["reason"] and "overflows float32" in replay["reason"] and failed["injected"]
     assert [one["outcome"] for one in failed["tests"][:-1]] == ["passed"] * 11, "the screen alone does not see it"
     assert (passed["outcome"], passed["injected"]) == ("passed", False)
-    assert passed["tests"][-1]["compared_with"] == ["itself", f"reference ({good})", bad]
+    assert passed["tests"][-1]["compared_with"] == ["itself", f"reference ({good})"]
     assert "no evidence, since a fault was injected" in both.stderr
 
     node = subprocess.run([*RSUP, "nodes", *test], capture_output=True, text=True, timeout=110)

@@ -152,9 +152,7 @@ time.sleep(60)
 """
 
 
-def test_a_dead_rank_takes_over_its_warm_standby_and_another_is_made(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_rank_takes_over_its_warm_standby_and_another_is_made(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     package = launch.folder / "small" / "torch"
     for name in ("", "nn", "distributed"):
         (package / name).mkdir(parents=True, exist_ok=True)
@@ -196,11 +194,13 @@ def test_a_dead_rank_takes_over_its_warm_standby_and_another_is_made(
 def test_the_agents_death_takes_new_processes_with_it(launch: Launch) -> None:
     launch.go(RANK)
     pids = launch.supervisor.start()
-    started(launch, 1, 1), started(launch, 0, 1)
+    for rank in (0, 1):
+        started(launch, rank, 1)
     os.kill(pids[0], signal.SIGKILL)
     launch.supervisor.wait_for(wire.RankExited)
     launch.supervisor.order(restart(1, rank=0))
     second = started(launch, 0, 2)
+    launch.until(lambda: b"output of process 0" in launch.out and b"output of process 1" in launch.out)
     launch.signal(signal.SIGKILL)
     launch.wait()
     launch.supervisor.wait_for(wire.AgentGone)

@@ -225,7 +225,7 @@ ERRORS: list[tuple[list[str], int, str]] = [
     (["devices", "allow", "GPU-0", "--for", "900d", "--reason", "x"], 1, "at most 720 h"),
     (["devices", "allow", "GPU-0", "--until", "2020-01-01", "--reason", "x"], 1, "must lie ahead"),
     (["nodes", "flag", "n[1-", "--reason", "x"], 2, "is no list of nodes"),
-    (["nodes", "test", "n1"], 2, "invalid choice"),
+    (["nodes", "test", "n1"], 2, "a node is tested on the node itself"),
     (["devices", "show", "GPU-"], 1, "needs at least 4 characters"),
     (["devices", "flag", "GPU", "--reason", "x"], 1, "no device 'GPU' in this store; the beginning of a UUID needs at least 4"),
     (["devices", "allow", "GPU-0", "--until", "2h", "--reason", "x"], 2, "--until: '2h' is a duration: give it as --for 2h"),

@@ -17,6 +17,7 @@ from rsup.worker.device_test.replay import ReplayedDevice, add_replays, replay_c
 from rsup.worker.device_test.replay_judging import judge_replays
 from rsup.worker.device_test.results import FAILED, PASSED, SKIPPED, DeviceReport
 from rsup.worker.rerun import RerunDataIterator, RerunStateMachine, kept_step, replay_case, replayed_program, step_keeper
+from rsup.worker.rerun.case_replay import replayed_checkpoint
 from rsup.worker.rerun.contract import Exit, RankDevice, RerunConfig, RerunError
 from rsup.worker.rerun.kept_step import MAX_CASES, case_folder, prune, read_step, steps_in
 from rsup.worker.rerun.replay_order import VARIABLE, Reference, ReplayAnswer, ReplayOrder, StepPass
@@ -132,7 +133,7 @@ def test_what_a_replay_refuses(tmp_path: Path, ordered: Any, monkeypatch: pytest
 
 
 def test_what_is_not_kept_is_said_and_costs_nothing_else(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ordered: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No folder, a folder that cannot be written, parameters that are too many (the checkpoint then has to have them)."""
     alone = Loop("GPU-bad")
@@ -151,6 +152,36 @@ def test_what_is_not_kept_is_said_and_costs_nothing_else(
     assert large.rerun.last_report is not None
     step = read_step(steps_in(Path(large.rerun.last_report.checkpoint))[0])
     assert step.parameters is None and step.checkpoint == str(tmp_path / "large")
+    answer = ordered(steps_in(Path(large.rerun.last_report.checkpoint))[0])
+    assert replayed_checkpoint() == (tmp_path / "large", 2)
+    other = Loop("GPU-good")
+    assert replay_case(other.rerun, other.data, other.forward_backward) and other.losses == []
+    assert "the step's parameters are in the checkpoint of iteration 2" in read(answer).problem
+    assert replay_case(other.rerun, other.data, other.forward_backward, has_loaded_parameters=True) and len(other.losses) == 3
+
+
+def test_a_program_that_cannot_be_read_back_is_not_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither what cannot be pickled nor what a reader of plain values refuses costs more than the step."""
+    for name, value, kind in (("call", lambda: 0, "function"), ("path", {"x": [tmp_path]}, "Path")):
+        loop = Loop("GPU-bad", tmp_path)
+        loop.rerun.program[name] = value
+        assert loop.run().exit_code == 16
+        assert loop.rerun.last_report is not None and loop.rerun.last_report.checkpoint == ""
+        told = capfd.readouterr().err
+        assert f"rerun.program['{name}']" in told and kind in told
+
+
+def test_gradients_of_the_pass_before_are_cleared(tmp_path: Path, ordered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that leaves zero_grad to another place repeats itself all the same."""
+    failed = Loop("GPU-bad", tmp_path)
+    failed.run()
+    assert failed.rerun.last_report is not None
+    answer = ordered(steps_in(Path(failed.rerun.last_report.checkpoint))[0])
+    other = Loop("GPU-good")
+    monkeypatch.setattr(other.optimizer, "zero_grad", lambda: None)
+    assert replay_case(other.rerun, other.data, other.forward_backward)
+    first, *more = read(answer).passes
+    assert len(first.values) > 1 and all(one.values == first.values for one in more)
 
 
 def test_old_steps_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +227,11 @@ NAN = math.nan
         ([answer(NAN, NAN, reference=1.0)], [FAILED], "loss: NaN in loss, and loss is nan instead of 1.0 (reference (ref))"),
         ([answer(1.1, 1.1, reference=1.0)], [SKIPPED], "nothing tells which is wrong"),
         ([answer(1.1, 1.1, reference=1.0, flagged={"loss": "1.1"})], [FAILED], "loss is 1.1 instead of 1.0"),  # it came again
-        ([answer(1, 1.5, reference=1.0)], [FAILED], "pass 2 differs from the first: loss is 1.5 instead of 1"),
+        ([answer(1, 1.5, reference=1.0)], [SKIPPED], "test a like device beside it"),
+        ([answer(1, 1.5), answer(1, 1)], [FAILED, SKIPPED], "pass 2 differs from the first: loss is 1.5 instead of 1"),
+        ([answer(1, 1.5), answer(1, 1.5)], [SKIPPED, SKIPPED], "the program does not repeat itself"),
+        ([answer(2, 2, reference=1.0), answer(2, 2, reference=1.0)], [SKIPPED, SKIPPED], "nothing tells which"),  # a tie
+        ([answer(2, 2), answer(2, 2), answer(1, 1), answer(1, 1)], [SKIPPED] * 4, "nothing tells which"),
         ([answer(NAN, NAN, reference=NAN, verdict="application")], [PASSED], ""),
         # with a like device
         ([answer(1, 1), answer(1, 1)], [PASSED, PASSED], ""),
@@ -232,7 +267,7 @@ def test_gradients_are_compared_bit_by_bit_where_they_can_be() -> None:
             one_pass.digest = digest
     assert "all gradients, bit by bit" in judge_replays({"x": one, "y": other})["x"].reason
     one.passes[1].digest = "c"
-    assert judge_replays({"x": one})["x"].outcome == FAILED
+    assert judge_replays({"x": one, "y": other})["x"].outcome == FAILED
 
 
 def test_a_program_that_answers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

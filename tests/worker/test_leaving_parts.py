@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rsup.supervisor.wire import UsageError
+from rsup.worker.agreement import Agreement
 from rsup.worker.deadline import ASSUMED_SAVE_S, SAVE_FACTOR, WAY_OUT_S, Deadline, read_deadline
 from rsup.worker.exit_signals import ExitSignals
 from rsup.worker.leaving import Leaving
@@ -224,3 +225,26 @@ def test_signals_to_the_whole_group_leave_the_loaders_processes_alive(method: st
     command = [sys.executable, "-W", "ignore", script, method]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stdout + done.stderr
+
+
+def test_an_iteration_is_measured_where_every_iteration_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P35: the time of the save is no iteration's, and the rest of the iteration counts all the same."""
+    clock = [100.0]
+    monkeypatch.setattr("rsup.worker.agreement.time.monotonic", lambda: clock[0])
+    deadline = Deadline(end_s=1e12)
+    agreement = Agreement(deadline=deadline)
+    for iteration in range(1, 4):
+        agreement.ask(iteration)
+        with agreement.standing_still():
+            clock[0] += 50.0
+        clock[0] += 2.0
+    assert "an iteration 2.0 s" in deadline.text(0.0)
+
+
+def test_a_failed_save_is_said_at_once_and_counts_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    leaving = Leaving(save_interval=1, signals=())
+    assert leaving.after(1).save
+    with pytest.raises(OSError, match="disk"), leaving.saving("/c"):
+        raise OSError("the disk is full")
+    assert "the save of iteration 1 has failed: OSError: the disk is full" in capsys.readouterr().err
+    assert leaving.leave() == 1

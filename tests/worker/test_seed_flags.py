@@ -415,7 +415,7 @@ def reaches_nvrx(name: str) -> Callable[[Bench], None]:
     """The time goes to NVRx's parameter of that name; what NVRx does with it is its own tests' business."""
 
     def effect(bench: Bench) -> None:
-        seconds = 45.5 if name == "heartbeat_timeout" else 2.5  # times have an order
+        seconds = {"heartbeat_timeout": 45.5, "monitor_process_interval": 0.25}.get(name, 2.5)  # times have an order
         made, _ = wrapper_of(f"--inprocess-{name.replace('_', '-')}", str(seconds))
         assert made[name] == timedelta(seconds=seconds) != wrapper_of()[0][name]
 

@@ -21,7 +21,7 @@ from rsup.worker.device_test.device_users import processes_on_gpus, ranks_with
 from rsup.worker.device_test.injected_fault import read_fault
 from rsup.worker.device_test.judging import Known, judge, learned
 from rsup.worker.device_test.one_device import Order
-from rsup.worker.device_test.replay import ReplayedDevice, add_replays, replay_command, steps_of
+from rsup.worker.device_test.replay import ReplayedDevice, add_replays, end_group, replay_command, steps_of
 from rsup.worker.device_test.results import EXIT_CODES, PASSED, SKIPPED, DeviceReport, Range, overall
 from rsup.worker.numeric_faults import parse_numeric_fault
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("device", metavar="ID", nargs="*", help="UUID or an unambiguous beginning, serial, index, or cpu")
     parsed.add_argument("--all", action="store_true", help="all GPUs of this node; without GPUs two shares of its cores")
     parsed.add_argument("--duration", type=_seconds, metavar="S", help="about so long a device (GPU 30, CPU 5)")
-    parsed.add_argument("--replay", metavar="CASE", default="", help="repeat the failing step of a case, too")
+    parsed.add_argument("--replay", metavar="CASE", help="repeat the failing step of a case, too")
     parsed.add_argument(
         "--replay-command",
         metavar="COMMAND",
@@ -76,6 +76,8 @@ def _seconds(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     """Screen, print, and return the exit code. Raise `UsageError`."""
     arguments = parser().parse_args(list(argv))
+    if arguments.replay is not None and not arguments.replay.strip():
+        raise UsageError("--replay names no case; `rsup cases list` shows them")
     command, numeric_fault = replay_command(arguments.replay_command), _take_numeric_fault(arguments)
     here = devices_here(arguments)
     chosen = choose(arguments, here)
@@ -83,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
     reports = [_left_alone(device, held[device.uuid]) for device in chosen if device.uuid in held]
     free = [device for device in chosen if device.uuid not in held]
     witness = _witness(free, here, arguments.held)
+    _check_fault_device(arguments.fault or numeric_fault, [*chosen, *([witness] if witness else [])])
     started_s = time.monotonic()
     if free and not arguments.json:
         beside = f", beside {witness.uuid}" if witness else ""
@@ -105,6 +108,12 @@ def main(argv: Sequence[str]) -> int:
         Path(arguments.results).write_bytes(msgspec.json.encode(reports))
     _print(reports, arguments.json, time.monotonic() - started_s)
     return EXIT_CODES[overall(reports)]
+
+
+def _check_fault_device(fault: str, tested: Sequence[Chosen]) -> None:
+    named = next((word.partition("=")[2] for word in fault.split(",") if word.startswith("device=")), "")
+    if named and all(device.uuid != named for device in tested):
+        raise UsageError(f"--fault {fault}: {named[:100]} is none of the devices under test")
 
 
 def _take_numeric_fault(arguments: argparse.Namespace) -> str:
@@ -147,8 +156,7 @@ def screen_all(chosen: Sequence[Chosen], arguments: argparse.Namespace) -> list[
     finally:
         for _, process, _ in running:
             if process.poll() is None:
-                process.kill()
-                process.wait()
+                end_group(process)
 
 
 def _start(
@@ -172,6 +180,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment,
+        start_new_session=True,
     )
 
 

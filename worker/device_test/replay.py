@@ -3,8 +3,11 @@
 The steps are files (`rsup.worker.rerun.kept_step`); torch is loaded in the processes only.
 """
 
+import contextlib
 import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,8 @@ from rsup.worker.rerun.replay_order import VARIABLE, ReplayAnswer, ReplayOrder
 REFERENCE_TRAINER = ("-P", "-W", "ignore", "-m", "rsup.worker.reference.replay")
 WITHIN_S = 600.0
 """What one replay may take, start included."""
+ENDS_WITHIN_S = 5.0
+"""After it was killed."""
 TIMES = 3
 
 
@@ -99,9 +104,8 @@ def _replay(step: Path, devices: Sequence[ReplayedDevice], command: Sequence[str
                 answers[device.uuid] = _collect(process, path, end_s)
         finally:
             for _, _, process in running:
-                if not isinstance(process, str) and process.poll() is None:
-                    process.kill()
-                    process.wait()
+                if not isinstance(process, str):
+                    end_group(process)
     return answers
 
 
@@ -122,13 +126,30 @@ def _start(
         fault=fault if f"device={device.uuid}," in f"{fault}," else "",
     )
     own = {VARIABLE: msgspec.json.encode(order).decode(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     own["CUDA_VISIBLE_DEVICES"] = device.uuid if device.kind == "cuda" else ""
     if device.kind == "cpu":
         own["OMP_NUM_THREADS"] = "1"
     try:
-        return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env={**os.environ, **own})
+        environment, out = {**os.environ, **own}, sys.stderr.fileno()
+        return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=out, env=environment, start_new_session=True)
     except OSError as error:
         return f"cannot start {command[0]}: {error.strerror}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it and what it started, which is its session; wait a little for one that the driver may hold."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=ENDS_WITHIN_S)
 
 
 def _collect(process: "subprocess.Popen[bytes] | str", path: Path, end_s: float) -> ReplayAnswer:
@@ -137,8 +158,7 @@ def _collect(process: "subprocess.Popen[bytes] | str", path: Path, end_s: float)
     try:
         code = process.wait(timeout=max(0.1, end_s - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        end_group(process)
         return ReplayAnswer(problem=f"the replay did not end within {WITHIN_S:.0f} s and was ended")
     try:
         return msgspec.json.decode(path.read_bytes(), type=ReplayAnswer)

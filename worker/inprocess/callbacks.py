@@ -80,8 +80,7 @@ class LeaveEntry(Finalize):  # type: ignore[misc]
             self._clean_up()
         finally:
             destroy_groups()
-            while gc.collect():
-                pass
+            gc.collect()  # groups that only cycles hold keep their sockets open; NVRx collects the rest
         if self._empty_cuda_cache and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 

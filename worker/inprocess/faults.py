@@ -59,7 +59,7 @@ def report_exception(error: BaseException, rank: int, entry: int, iteration: int
     fault = describe(error, entry, iteration)
     report(fault)
     if fault.victim:
-        print(f"rank {rank}: another rank is gone or has left: {fault.text}", file=sys.stderr, flush=True)
+        print(f"rank {rank}: another rank is gone or has left: {fault.text[:120]}", file=sys.stderr, flush=True)
     else:
         head = f"rank {rank}: entry {entry} into the training ends, in-process restart follows:"
         print(f"{head}\n{fault.traceback}", end="", file=sys.stderr, flush=True)

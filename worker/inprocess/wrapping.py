@@ -65,7 +65,7 @@ class _Run:
         self._settings = settings
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._death = int(os.environ.pop("RSUP_JOIN", "0"))
+        self._death = _take_death()
         self._attempt_store = entry_store.attempt_store()
         self._joins = bool(self._death)
         self._faulted_s = 0.0
@@ -117,6 +117,10 @@ class _Run:
             max_iterations=settings.max_iterations, min_active_world_size=settings.active_world_size or world_size
         )
         with _without("LOCAL_RANK"):
+            times = {name: timedelta(seconds=getattr(settings, name)) for name in _TIMES}
+            # NVRx's monitor looks at the timeouts only when nothing has come for so long, and a stamp comes at every interval
+            often = times["progress_watchdog_interval"] / 2
+            times["monitor_process_interval"] = min(times["monitor_process_interval"], often)
             return Wrapper(
                 store_factory=JobStore,
                 store_kwargs={
@@ -129,7 +133,7 @@ class _Run:
                 finalize=LeaveEntry(self._clean_up, settings.empty_cuda_cache),
                 health_check=DeviceAnswers(self._device_failed),
                 rank_assignment=make_seats(settings, world_size, self._local_world_size, self._store, self._death),
-                **{name: timedelta(seconds=getattr(settings, name)) for name in _TIMES},
+                **times,
             )
 
     # ----------------------------------------------------------------------------------------- called in an entry's course
@@ -228,6 +232,20 @@ _TIMES = (
     "last_call_wait",
     "termination_grace_time",
 )
+
+
+def _take_death() -> int:
+    """Which death of its rank this process makes good; 0 for one that was there from the start, and at a second call.
+
+    The variable stays: a script that changes its environment before it imports torch is no good for a warm standby.
+    """
+    global _has_joined
+    death = 0 if _has_joined else int(os.environ.get("RSUP_JOIN", "0"))
+    _has_joined = True
+    return death
+
+
+_has_joined = False
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def _replay(order: ReplayOrder, step: KeptStep, options: Options, deterministic:
         data, optimizer = RerunDataIterator(iter(())), torch.optim.SGD(module.parameters(), lr=0.0)  # it makes no step
         sections, no_faults = make_sections(False, 0), FaultPlan((), step.rank, None, "")
         one = TrainingStep(options, ddp, optimizer, device, data, rerun, corruption, no_faults, sections)
-        replay_case(rerun, data, lambda: one.forward_backward(step.iteration))
+        replay_case(rerun, data, lambda: one.forward_backward(step.iteration), has_loaded_parameters=True)
 
 
 def _load_from_checkpoint(module: torch.nn.Module, step: KeptStep) -> None:

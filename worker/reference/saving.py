@@ -75,8 +75,9 @@ class Saves:
         """Of the newest durable checkpoint in the directory that this run saves to; -1 before there is one."""
         self.failure = ""
         """Why the last save that failed did."""
-        self.longest_save_s = 0.0
-        """From the beginning of a save to the word that it is durable: the longest so far, on this rank; 0 before the first."""
+        self.last_save_s = 0.0
+        """From the beginning of a save until it was durable: of the last one, on this rank; 0 before the first."""
+        self._copied_in_s = 0.0
 
     @property
     def can_save(self) -> bool:
@@ -177,11 +178,13 @@ class Saves:
         self._faults.at_save(progress.iteration)
         began_s = time.monotonic()
         self._finish()
+        copying_since_s = time.monotonic()
         if self._options.async_save:
             make_room_for_save(self._module, self._ranks.device)
         own, record = self._own_state(progress)
         tensors = model_tensors(self._module, self._optimizer) | own
         self._checkpointer.save(progress.iteration, tensors, record)
+        self._copied_in_s = time.monotonic() - copying_since_s
         if self._ranks.rank == 0:
             stall_s = time.monotonic() - began_s
             rsup.worker.report_save(progress.iteration, "begun", str(self._options.save_dir), stall_s)
@@ -209,7 +212,7 @@ class Saves:
                 rsup.worker.report_save(result.iteration, "failed", str(result.path), text=result.error)
         else:
             self.durable_iteration = result.iteration
-            self.longest_save_s = max(self.longest_save_s, result.duration_s)
+            self.last_save_s = self._copied_in_s + result.duration_s
             self._say(f"checkpoint of iteration {result.iteration} is durable: {result.path} ({result.duration_s:.2f} s)")
             if self._ranks.rank == 0:
                 self._write_ft_state()

@@ -248,25 +248,24 @@ class Trainer:
         """Begin the save that was decided on; a save that leaves is waited for by `_leave`."""
         if decision.save and self._saves.durable_iteration == self.progress.iteration:
             return
-        if decision.save or decision.save_local:
-            self._agreement.pause()
         if decision.save and decision.reason and not decision.leave:
             self.say(f"saving after iteration {self.progress.iteration}: {decision.reason}")
         if decision.save:
-            with self._interval.paused():
+            with self._interval.paused(), self._agreement.standing_still():
                 self._saves.save(self.progress)
         elif decision.save_local:
-            with self._interval.paused():
+            with self._interval.paused(), self._agreement.standing_still():
                 self._saves.save_local(self.progress)
         elif not decision.leave and decision.reason:
             self.warn(f"a checkpoint was {decision.reason}, but the trainer has no --save")
-            self._agreement.close_requests(self.progress.iteration)
+            self._agreement.close_requests(self.progress.iteration, "the trainer has no --save")
 
     def _save_is_over(self, iteration: int) -> None:
         """A save became durable, or failed."""
-        if self._agreement.deadline is not None and self._saves.durable_iteration == iteration:
-            self._agreement.deadline.saved_in(self._saves.longest_save_s)
-        self._agreement.close_requests(iteration)
+        is_durable = self._saves.durable_iteration == iteration
+        if self._agreement.deadline is not None and is_durable:
+            self._agreement.deadline.saved_in(self._saves.last_save_s)
+        self._agreement.close_requests(iteration, "" if is_durable else self._saves.failure)
 
     def _leave(self, decision: Decision) -> int:
         """The one way out: a durable save, finalised; then the reason, or the end of the run with its evaluation."""

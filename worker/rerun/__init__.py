@@ -8,7 +8,7 @@ The parts are imported when a name of them is first used: importing `rsup.worker
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rsup.worker.rerun.case_replay import replay_case, replayed_program
+    from rsup.worker.rerun.case_replay import replay_case, replayed_checkpoint, replayed_program
     from rsup.worker.rerun.contract import RerunConfig, RerunError, RerunMode, RerunState
     from rsup.worker.rerun.data_iterator import RerunDataIterator
     from rsup.worker.rerun.replica_axis import ReplicaAxis
@@ -23,6 +23,7 @@ _PLACES = {
     "RerunState": "contract",
     "RerunStateMachine": "state_machine",
     "replay_case": "case_replay",
+    "replayed_checkpoint": "case_replay",
     "replayed_program": "case_replay",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "RerunState",
     "RerunStateMachine",
     "replay_case",
+    "replayed_checkpoint",
     "replayed_program",
 ]
 

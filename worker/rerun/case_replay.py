@@ -13,7 +13,9 @@
         sys.exit()
 
 The same model, attached alike, and what `forward_backward` does must be what the loop does; parameters, random numbers,
-registered state and batches are the step's. One process computes, as the only rank; no optimizer step is made.
+registered state and batches are the step's. One process computes, as the only rank; no optimizer step is made. Parameters above
+512 MiB are not in the step: where `replayed_checkpoint()` names a checkpoint, the script loads the model from it, and says so
+with `has_loaded_parameters=True`.
 """
 
 import hashlib
@@ -51,19 +53,30 @@ def replayed_program() -> dict[str, Any] | None:
     return None if order is None else dict(_step(order.step).program)
 
 
+def replayed_checkpoint() -> tuple[Path, int] | None:
+    """Where the parameters of a model are that is too large for the step: the folder of the job's checkpoints, and after how
+    many iterations. None: the step has them, or this is no replay."""
+    order = replay_order()
+    step = None if order is None else _step(order.step)
+    return None if step is None or step.parameters is not None else (Path(step.checkpoint), step.iteration - 1)
+
+
 def replay_case(
     rerun: RerunStateMachine,
     data: RerunDataIterator | Sequence[RerunDataIterator | None] | None,
     forward_backward: Callable[[], object],
+    has_loaded_parameters: bool = False,
 ) -> bool:
     """Compute the step as often as it was asked for, write what came out, and return True; False: this is no replay.
 
     `data`: the iterators that `forward_backward` takes its batches from, as in `should_run_forward_backward`.
+    `has_loaded_parameters`: the model is as `replayed_checkpoint()` has it; without that, a step that needs it is not computed.
     """
     order = replay_order()
     if order is None:
         return False
     try:
+        _check_parameters(order, has_loaded_parameters)
         answer = _answer(order, rerun, as_iterators(data), forward_backward)
     except RsupError as error:
         answer = ReplayAnswer(problem=str(error))
@@ -110,13 +123,26 @@ def _answer(
     )
 
 
+def _check_parameters(order: ReplayOrder, has_loaded: bool) -> None:
+    step = _step(order.step)
+    if step.parameters is None and not has_loaded:
+        where = f"of iteration {step.iteration - 1} in {step.checkpoint}"
+        raise RerunError(
+            f"the step's parameters are in the checkpoint {where}: load it in the program (`replayed_checkpoint`), and give "
+            f"replay_case has_loaded_parameters=True"
+        )
+
+
 @lru_cache(maxsize=1)
 def _step(path: str) -> KeptStep:
     return read_step(Path(path))
 
 
 def _restore(rerun: RerunStateMachine, step: KeptStep) -> None:
-    """Everything as it was before the step. Random numbers last: loading may draw."""
+    """Everything as it was before the step, without gradients, which a pass would add to. Random numbers last: loading may
+    draw."""
+    for parameter in rerun.named_parameters.values():
+        parameter.grad = None
     if step.parameters is not None:
         _load_parameters(rerun.named_parameters, step.parameters)
     rerun.replay_state.load_state_dict(step.state)

@@ -41,6 +41,7 @@ from rsup.worker.rerun.contract import (
     RerunState,
 )
 from rsup.worker.rerun.data_iterator import RerunDataIterator, as_iterators
+from rsup.worker.rerun.determinism_run import DeterminismRun
 from rsup.worker.rerun.gradient_checks import GradientChecks
 from rsup.worker.rerun.machine import Severity, Step, after_first_pass, first_severity
 from rsup.worker.rerun.parts import Parts
@@ -49,12 +50,7 @@ from rsup.worker.rerun.pending import Pending, from_plain, to_plain
 from rsup.worker.rerun.replay_state import ReplayState
 from rsup.worker.rerun.replica_axis import ReplicaAxis
 from rsup.worker.rerun.rotation import Rotation
-from rsup.worker.rerun.statistics import DeterminismStatistics
 from rsup.worker.rerun.step_keeper import StepKeeper
-from rsup.worker.rerun.values import difference
-
-STATISTICS_EVERY = 100
-"""Iterations between reports of `report_determinism_stats`."""
 
 
 class RerunStateMachine:
@@ -81,7 +77,7 @@ class RerunStateMachine:
         self._attribution = Attribution(self._parts, StepKeeper(self._parts, ledger_folder))
         self._audit: AuditRun | None = None
         self._gradients: GradientChecks | None = None
-        self._statistics = DeterminismStatistics()
+        self._determinism = DeterminismRun(self._parts)
         self._modules: list[nn.Module] = []
         self._is_first_pass = True
         self._state_learned = False
@@ -280,7 +276,7 @@ class RerunStateMachine:
 
     def _end_of_pass(self, state: RerunState, judged: list[Judged]) -> bool:
         if self.config.mode is RerunMode.REPORT_DETERMINISM_STATS:
-            return self._count_differences(judged)
+            return self._determinism.end_pass(judged)
         if state is RerunState.INITIAL_RUN:
             return self._end_initial(judged)
         if self._iteration.is_audit:
@@ -374,32 +370,9 @@ class RerunStateMachine:
             self._parts.large.rollback()
             self._iteration.state = RerunState.NOT_RUNNING_YET
 
-    # ----------------------------------------------------------------------------------------- determinism statistics
-
-    def _count_differences(self, judged: list[Judged]) -> bool:
-        iteration = self._iteration
-        if iteration.state is RerunState.INITIAL_RUN:
-            iteration.first = judged
-            return iteration.replay(RerunState.RERUNNING_IN_PLACE)
-        now = {one.checked.check: one.checked for one in judged}
-        for one in iteration.first:
-            after = now.get(one.checked.check)
-            if after is None:
-                raise RerunError(
-                    f"the check {one.checked.check!r} was not made in the second pass: the loop must repeat itself"
-                )
-            compare = after.compare or difference
-            self._statistics.add(one.checked.check, compare(one.checked.value, after.value))
-        if iteration.number % STATISTICS_EVERY == 0:
-            self.report_statistics()
-        return self._parts.finish()
-
     def report_statistics(self) -> None:
         """Print the determinism statistics of all ranks since the last report, on rank 0. Collective."""
-        states = self._parts.agreement.gather(self._statistics.state_dict())
-        for line in DeterminismStatistics.merged(states).report_lines():
-            self._parts.work.say(line)
-        self._statistics.reset()
+        self._determinism.report()
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

@@ -4,6 +4,7 @@ Whatever goes wrong here is said and costs nothing else. Collective where it say
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from rsup.worker.rerun.parts import Parts
 from rsup.worker.rerun.report import OpenCase
 
 MAX_PARAMETER_BYTES = 512 << 20
-"""Larger models are left to the checkpoint of the completed iterations."""
+"""Larger models are left to the checkpoint of the completed iterations, where the verdict lets one be written."""
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class StepKeeper:
@@ -22,7 +24,7 @@ class StepKeeper:
 
     def __init__(self, parts: Parts, folder: Path | None) -> None:
         self._parts = parts
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder).absolute()
 
     def keep(self, judgement: Judgement, is_open: bool = False) -> None:
         """Keep the open case's step, and note in the case where. Collective."""
@@ -50,7 +52,7 @@ class StepKeeper:
         """Write this rank's; return why that failed, empty if it did not."""
         try:
             write_step(self._step(case, judgement, "" if is_open else judgement.verdict), folder)
-        except (OSError, RuntimeError, RerunError) as error:
+        except Exception as error:  # the other ranks wait for the answer: whatever it is, training goes on
             return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         return ""
 
@@ -58,6 +60,7 @@ class StepKeeper:
         parts, iteration = self._parts, self._parts.iteration
         if any(iterator.has_ended for iterator in iteration.iterators):
             raise RerunError("the rank's data ended in the middle of the iteration")
+        _check_plain(parts.program, "rerun.program")
         payload, _ = iteration.payload()
         rejected = [one.checked for one in iteration.confirmed or iteration.first if one.checked.rejected]
         if case.found_by == "audit":
@@ -66,6 +69,9 @@ class StepKeeper:
         compared = [*iteration.first, *iteration.others, *iteration.again]
         device, reference = self._reference(case, judgement, verdict)
         parameters = self._parameters()
+        if parameters is None and not self._has_checkpoint(verdict):
+            size = f"{MAX_PARAMETER_BYTES >> 20} MiB"
+            raise RerunError(f"its parameters are larger than {size}, and after this verdict no checkpoint holds them")
         return KeptStep(
             case_id=case.case_id,
             iteration=case.iteration,
@@ -104,6 +110,11 @@ class StepKeeper:
             return None
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
+    def _has_checkpoint(self, verdict: str) -> bool:
+        """Whether the iterations before this one are saved: before a restart elsewhere, where a moved rank began."""
+        is_moved = self._parts.iteration.state is RerunState.RERUNNING_FROM_CHECKPOINT
+        return verdict in ("", "persistent") or is_moved
+
     def _reference(self, case: OpenCase, judgement: Judgement, verdict: str) -> tuple[RankDevice | None, dict[str, float]]:
         """A device that the verdict clears, and what came out there of this rank's data."""
         parts, iteration, rank = self._parts, self._parts.iteration, self._parts.agreement.rank
@@ -126,3 +137,16 @@ class StepKeeper:
             values = {}
         values = {check: value for check, value in values.items() if reduction_of(check) <= 1}
         return (device, values) if device is not None and values else (None, {})
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise `RerunError` for what a reader of plain values would refuse: a step that cannot be read is of no use."""
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        for key, item in value.items():
+            _check_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for place, item in enumerate(value):
+            _check_plain(item, f"{where}[{place}]")
+    elif type(value) not in _PLAIN and type(value) is not torch.Tensor:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise RerunError(f"{where} is a {kind}: use numbers, strings, lists, dicts with plain keys and tensors")
