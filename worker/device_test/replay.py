@@ -145,7 +145,12 @@ def _free_port() -> int:
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it and what it started, which is its session; wait a little for one that the driver may hold."""
+    """Kill it and what it started, which is its session; wait a little for one that the driver may hold.
+
+    One that has ended and was waited for is left: its number may be another group's by now.
+    """
+    if process.returncode is not None:
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

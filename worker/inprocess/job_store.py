@@ -55,13 +55,15 @@ class JobStore(Store, StoreMixin):  # type: ignore[misc]  # NVRx has no types
         value: bytes = self._mine.get(key)
         return value
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls by place
         return int(self._mine.add(key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
         self._mine.append(key, value)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+    def compare_set(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls by place
+        self, key: str, expected: str | bytes, desired: str | bytes
+    ) -> bytes:
         value: bytes = self._mine.compare_set(key, _text(expected), _text(desired))
         return value
 

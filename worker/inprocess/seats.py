@@ -33,6 +33,7 @@ class SameSeats(RankAssignment):  # type: ignore[misc]  # NVRx has no types
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         state: State = ctx.state
+        assert state.rank is not None
         if state.rank in ctx.terminated_ranks:
             raise RankDiscarded(f"rank {state.rank} was taken for dead, and another process has its place")
         if self._joins_after:
@@ -50,7 +51,7 @@ def make_seats(
     """The assignment that `settings` ask for."""
     if not settings.reserves(world_size):
         return SameSeats(store, joins_after, timedelta(seconds=settings.barrier_timeout))
-    active = settings.active_world_size
+    active = settings.active_world_size or world_size
     layers = [Layer(min_ranks=active, max_ranks=active, key_or_fn="job", flag=LayerFlag.RESERVE)]
     if settings.granularity == "node":
         node = os.environ.get("GROUP_RANK", "0")

@@ -117,7 +117,7 @@ class _Run:
             max_iterations=settings.max_iterations, min_active_world_size=settings.active_world_size or world_size
         )
         with _without("LOCAL_RANK"):
-            times = {name: timedelta(seconds=getattr(settings, name)) for name in _TIMES}
+            times: dict[str, Any] = {name: timedelta(seconds=getattr(settings, name)) for name in _TIMES}
             # NVRx's monitor looks at the timeouts only when nothing has come for so long, and a stamp comes at every interval
             often = times["progress_watchdog_interval"] / 2
             times["monitor_process_interval"] = min(times["monitor_process_interval"], often)
