@@ -118,7 +118,8 @@ def test_one_attempt_survives_everything_that_happens_to_its_ranks(place: Place)
     assert [line["entry"] for line in survivor] == list(range(1, 12))
     assert len({line["pid"] for line in survivor}) == 1
     replaced = entries(place, 1)
-    assert [line["entry"] for line in replaced if line["joined"]] == [3, 6, 7, 9, 10]
+    joined = [line["entry"] for line in replaced if line["joined"]]
+    assert joined in ([3, 6, 7, 9, 10], [3, 6, 8, 9, 10])  # the fault at the start of entry 7 may come before the newcomer
     assert len({line["pid"] for line in entries(place, 0)}) == 4
 
 
@@ -220,6 +221,16 @@ def train(place: Place, job: str, ranks: int, *options: str, launch: tuple[str, 
     return last
 
 
+def calm_digest(place: Place) -> str:
+    """Of an undisturbed run on two ranks, made once."""
+    if not _calm:
+        _calm.append(train(place, "calm", 2))
+    return _calm[0]
+
+
+_calm: list[str] = []
+
+
 @pytest.mark.timeout(300)
 def test_the_trainer_ends_with_the_digest_of_an_undisturbed_run(place: Place) -> None:
     """P29: what belongs to one entry is made anew for the next. A save may be under way when a fault strikes."""
@@ -227,7 +238,7 @@ def test_the_trainer_ends_with_the_digest_of_an_undisturbed_run(place: Place) ->
     faults = [f"rank={i % 2},iteration={7 + 5 * i},kind={kind}" for i, kind in enumerate(kinds)]
     faults += ["rank=0,iteration=11,kind=exception"]  # right after a save was begun
     disturbed = train(place, "d", 2, *(part for fault in faults for part in ("--fault", fault)), "--enable-ft-package")
-    assert disturbed == train(place, "c", 2)
+    assert disturbed == calm_digest(place)
     assert len(place.status("d")["attempts"]) == 1
 
 
@@ -236,7 +247,7 @@ def test_a_hang_with_limits_costs_the_culprits_process_only(place: Place) -> Non
     fault = "rank=1,iteration=13,kind=gil-hang"
     limits = ("--ft-rank-section-timeouts", "step:3,checkpointing:20")
     hung = train(place, "h", 2, "--fault", fault, "--enable-ft-package", launch=limits)
-    assert hung == train(place, "c", 2)
+    assert hung == calm_digest(place)
     status = place.status("h")
     assert len(status["attempts"]) == 1
     assert [incident["rank"] for incident in status["incidents"]] == [1]
