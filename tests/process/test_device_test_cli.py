@@ -74,7 +74,7 @@ def test_a_device_in_use_is_left_alone(inventory: str, own: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["GPU-z"], 2, "this node has no device that name"),
+        (["GPU-not-of-this-node"], 2, "this node has no device that name"),
         (["sa", "--replay", "no-such-case"], 2, "no case 'no-such-case'"),
         (["sa", "--fault", "kind=what"], 2, "write kind=bitflip"),
         (["--state-dir"], 2, "--state-dir needs a value"),
