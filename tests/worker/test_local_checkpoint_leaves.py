@@ -26,7 +26,7 @@ from rsup.worker.local_checkpoint_plan import (
     what_replicas_are_worth,
     whole_saves,
 )
-from rsup.worker.reference.options import parse_options
+from rsup.worker.reference.command_line import parse_options
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from rsup.worker.inprocess.entry_store import AttemptStore
 from rsup.worker.inprocess.job_store import JobStore
 from rsup.worker.inprocess.settings import InProcessSettings
 from rsup.worker.inprocess.wrapping import _Run
-from rsup.worker.reference.options import STILL_TO_COME, Options, make_parser, parse_options
+from rsup.worker.reference.command_line import STILL_TO_COME, make_parser, parse_options
+from rsup.worker.reference.options import Options
 
 ANY = object()
 IMPLEMENTED, LATER, LAUNCHER = "implemented", "still to come", "launcher"

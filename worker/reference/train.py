@@ -15,8 +15,9 @@ import rsup.worker
 from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError, UsageError
 from rsup.worker.checkpoint_directory import CheckpointDirectory, DirectoryTaken, StaleAttempt
 from rsup.worker.inprocess.entry import current_entry
+from rsup.worker.reference.command_line import parse_options
 from rsup.worker.reference.hooks import Sections, make_sections
-from rsup.worker.reference.options import Options, parse_options
+from rsup.worker.reference.options import Options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,175 @@
+"""From a command line to `Options`: the parser that the dataclass describes, and what cannot be together.
+
+Imports no torch, so that wrong usage is answered at once: one line, exit code 2.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn
+
+from rsup.supervisor.wire import UsageError
+from rsup.worker.exit_policy import may_save_at, problem_of_phases
+from rsup.worker.faults import Fault, check_fault, parse_any_fault
+from rsup.worker.inprocess.settings import check_settings
+from rsup.worker.local_checkpoint_plan import check_replication
+from rsup.worker.numeric_faults import NumericFault
+from rsup.worker.phases import current_phase
+from rsup.worker.reference.options import Options
+
+_STILL_TO_COME = """
+    --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
+    --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
+    --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
+    --cuda-graph-impl --cuda-graph-warmup-steps --cuda-graph-modules --cuda-graph-use-single-mempool --optimizer-cuda-graph
+    --cpu-offloading --fine-grained-offloading-max-inflight-offloads
+    --moe-expert-rank-capacity-factor --moe-input-jitter-eps
+"""
+STILL_TO_COME = frozenset(_STILL_TO_COME.split())
+"""Options that the trainer will have; today they are refused rather than taken without effect."""
+
+LAUNCHER_PREFIX = "--ft-param-"
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all options. Its `error` raises `UsageError`."""
+    parser = _OneLineParser(
+        prog="python -m rsup.worker.reference.train",
+        description="Trains a byte-level GPT under rsup launch, torchrun, or alone.",
+        allow_abbrev=False,
+    )
+    for option in fields(Options):
+        if option.metadata:
+            _add_option(parser, option.name, option.default, option.metadata)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, default: Any, metadata: Any) -> None:
+    names = [f"--{name.replace('_', '-')}", *metadata["aliases"]]
+    assert default is not MISSING
+    if name == "fault":
+        parser.add_argument(*names, action="append", type=_fault, metavar="FAULT", help=metadata["help"])
+    elif metadata["kind"] is None:
+        action = argparse.BooleanOptionalAction if default is not False else "store_true"
+        parser.add_argument(*names, action=action, default=default, help=metadata["help"])
+    else:
+        choices = metadata["choices"] or None
+        shown = None if default in (None, (), 0) else default
+        text = metadata["help"] + (f" (default {shown})" if shown is not None else "")
+        metavar = None if choices else name.rsplit("_", 1)[-1].upper()
+        parser.add_argument(
+            *names, type=metadata["kind"], default=default, choices=choices, help=text.replace("%", "%%"), metavar=metavar
+        )
+
+
+def _fault(text: str) -> Fault | NumericFault:
+    try:
+        return parse_any_fault(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--fault ")) from None
+
+
+def parse_options(arguments: Sequence[str], world_size: int | None = None) -> Options:
+    """The options of a command line. Raises `UsageError` with one line; `world_size` defaults to `WORLD_SIZE`, else 1."""
+    for argument in arguments:
+        _refuse(argument.partition("=")[0])
+    values = vars(make_parser().parse_args(arguments))
+    values["fault"] = tuple(values["fault"] or ())
+    values["world_size"] = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    if not values["global_batch_size"]:
+        values["global_batch_size"] = values["micro_batch_size"] * values["world_size"]
+    options = Options(**values)
+    _check(options)
+    return options
+
+
+def _refuse(name: str) -> None:
+    if name in STILL_TO_COME:
+        raise UsageError(f"{name} is not available yet")
+    if name.replace("_", "-").startswith(LAUNCHER_PREFIX):
+        raise UsageError(f"{name} is an option of rsup launch: give it before the script")
+
+
+def _check(options: Options) -> None:
+    if options.global_batch_size % options.samples_per_pass:
+        raise UsageError(
+            f"--global-batch-size {options.global_batch_size} is not divisible by --micro-batch-size "
+            f"{options.micro_batch_size} times {options.world_size} ranks"
+        )
+    if options.hidden_size % options.num_attention_heads:
+        raise UsageError(
+            f"--hidden-size {options.hidden_size} is not divisible by --num-attention-heads {options.num_attention_heads}"
+        )
+    if options.min_lr > options.lr:
+        raise UsageError(f"--min-lr {options.min_lr} is above --lr {options.lr}")
+    if options.lr_decay_samples is not None and options.lr_decay_samples <= options.lr_warmup_samples:
+        raise UsageError(f"--lr-decay-samples {options.lr_decay_samples} ends before --lr-warmup-samples is over")
+    if (options.lr_decay_style == "WSD") != (options.lr_wsd_decay_samples is not None):
+        raise UsageError("--lr-decay-style WSD and --lr-wsd-decay-samples go together")
+    if options.save_interval is not None and options.save is None:
+        raise UsageError("--save-interval needs --save")
+    _check_local_saves(options)
+    _check_ways_out(options)
+    if options.enable_ft_package and options.save is None:
+        raise UsageError("--enable-ft-package needs --save")
+    if options.calc_ft_timeouts and not options.enable_ft_package:
+        raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
+    if (options.rerun_mode == "audit") != (options.rerun_audit_interval is not None):
+        raise UsageError("--rerun-mode audit and --rerun-audit-interval go together")
+    if options.inprocess_restart:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_settings(options.inprocess_settings, options.world_size, local_world_size)
+    local = options.non_persistent_save_interval
+    for fault in options.fault:
+        check_fault(
+            fault,
+            options.world_size,
+            options.train_iters,
+            lambda i: may_save_at(options.exit_plan, i) or (local is not None and i % local == 0),
+        )
+
+
+def _check_local_saves(options: Options) -> None:
+    interval, kind = options.non_persistent_save_interval, options.non_persistent_ckpt_type
+    if (interval is None) != (kind is None):
+        raise UsageError("--non-persistent-save-interval and --non-persistent-ckpt-type go together")
+    if (kind == "local") != (options.non_persistent_local_ckpt_dir is not None):
+        raise UsageError("--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir go together")
+    if options.replication_jump is not None and not options.replication:
+        raise UsageError("--replication-jump needs --replication")
+    if options.replication and interval is None:
+        raise UsageError("--replication needs --non-persistent-save-interval")
+    if options.replicas is not None:
+        check_replication(options.replicas, options.world_size)
+    if interval is None:
+        return
+    if options.save is None:
+        raise UsageError("--non-persistent-save-interval needs --save: a local checkpoint is lost with its node")
+    if options.save_interval is not None and interval % options.save_interval == 0:
+        raise UsageError(
+            f"--non-persistent-save-interval {interval} is a multiple of --save-interval {options.save_interval}: each local "
+            f"checkpoint would fall on a durable one"
+        )
+
+
+def _check_ways_out(options: Options) -> None:
+    if options.exit_signal and not options.exit_signal_handler:
+        raise UsageError("--exit-signal needs --exit-signal-handler")
+    if options.dataloader_start_method and not options.num_workers:
+        raise UsageError("--dataloader-start-method needs --num-workers")
+    ends, phase = options.phase_transition_iterations, current_phase()
+    if ends and phase is not None:
+        raise UsageError("--phase-transition-iterations: the phases come from rsup launch --phases; leave it out")
+    if (ends or phase is not None) and options.save is None:
+        given = "--phase-transition-iterations" if ends else "rsup launch --phases"
+        raise UsageError(f"{given} needs --save: the next phase goes on from a checkpoint")
+    if problem := problem_of_phases(ends, options.train_iters):
+        raise UsageError(f"--phase-transition-iterations: {problem}")
