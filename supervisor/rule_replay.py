@@ -25,7 +25,8 @@ from rsup.supervisor.wire import UsageError
 MAX_EVIDENCE = 1_000_000
 MAX_SHOWN = 1000
 LEVELS = ("suspect", "quarantined", "in_repair")
-OUT = ("quarantined", "in_repair")
+OUT = frozenset({"quarantined", "in_repair"})
+_ORDER = {"new": 0, "gone": 1, "other": 2, "same": 3}
 KINDS = ("device", "node")
 SETTLED_US = 30 * DAY_US
 
@@ -77,7 +78,7 @@ def replay_policy(
         dossier, found = replay(kind, name, told, policy, now_us, generation=generation, rule_of=rule_of)
         if reached := _first_times(found, since_us):
             would[kind, name] = reached
-            if dossier.saved.may_drain and not OUT_OF.isdisjoint(reached):
+            if dossier.saved.may_drain and not OUT.isdisjoint(reached):
                 drained[kind, name] = dossier.saved.may_drain
     real = _real(connection, since_us, now_us, would)
     did = {subject: reached for subject, told in real.items() if (reached := _first_times(_by_evidence(told), since_us))}
@@ -88,10 +89,6 @@ def replay_policy(
     entries.sort(key=lambda entry: (_ORDER[entry["change"]], entry["kind"], entry["subject"]))
     answer = {"policy": policy.name, "since": iso(since_us), "until": iso(now_us), "num_evidence": num_evidence}
     return {**answer, "counts": _counts(entries), "subjects": entries[:limit], "truncated": len(entries) > limit}
-
-
-OUT_OF = frozenset(OUT)
-_ORDER = {"new": 0, "gone": 1, "other": 2, "same": 3}
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -258,7 +255,7 @@ def _outcome(out_us: int, real: Sequence[Mapping[Any, Any]], told: Sequence[Evid
 
 
 def _counts(entries: Sequence[Json]) -> Json:
-    put_away = [entry for entry in entries if not OUT_OF.isdisjoint(entry["would"])]
+    put_away = [entry for entry in entries if not OUT.isdisjoint(entry["would"])]
     outcomes = {name: sum(entry["outcome"] == name for entry in put_away) for name in ("confirmed", "refuted", "open")}
     changes = {name: sum(entry["change"] == name for entry in entries) for name in _ORDER}
     suspects = sum("suspect" in entry["would"] for entry in entries)

@@ -1,6 +1,6 @@
 """`rsup devices` and `rsup nodes`: what is known of hardware, and what people decide about it.
 
-Questions about the history are `history_cli`'s, the active test `test_verbs`'s. Nothing heavy is imported before it is
+Questions about the history are `history_cli`'s, the active test `device_test_verbs`'s. Nothing heavy is imported before it is
 needed.
 """
 
@@ -38,9 +38,9 @@ def main(name: str, argv: Sequence[str]) -> int:
     """Run `rsup devices|nodes ARGV`; return the exit code. Raise `RsupError`."""
     words = list(argv)
     if words[:1] == ["test"]:
-        from rsup.supervisor.hardware import test_verbs
+        from rsup.supervisor.hardware import device_test_verbs
 
-        return (test_verbs.test_devices if name == "devices" else test_verbs.test_node)(words[1:])
+        return (device_test_verbs.test_devices if name == "devices" else device_test_verbs.test_node)(words[1:])
     if words[:1] == ["history"]:
         words[0] = "timeline"
     arguments = _parser(name).parse_args(words)

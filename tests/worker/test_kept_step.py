@@ -13,13 +13,13 @@ import torch
 
 from rsup.supervisor.wire import UsageError
 from rsup.worker.device_test import replay as device_replay
-from rsup.worker.device_test.replay import ReplayedDevice, add_replays, replay_command
+from rsup.worker.device_test.replay import ReplayedDevice, add_replays, replay_command, steps_of
 from rsup.worker.device_test.replay_judging import judge_replays
 from rsup.worker.device_test.results import FAILED, PASSED, SKIPPED, DeviceReport
 from rsup.worker.rerun import RerunDataIterator, RerunStateMachine, kept_step, replay_case, replayed_program, step_keeper
 from rsup.worker.rerun.case_replay import replayed_checkpoint
 from rsup.worker.rerun.contract import Exit, RankDevice, RerunConfig, RerunError
-from rsup.worker.rerun.kept_step import MAX_CASES, case_folder, prune, read_step, steps_in
+from rsup.worker.rerun.kept_step import MAX_CASES, case_folder, prune, read_step
 from rsup.worker.rerun.replay_order import VARIABLE, Reference, ReplayAnswer, ReplayOrder, StepPass
 
 
@@ -84,7 +84,7 @@ def test_a_step_is_kept_and_another_device_computes_just_that(tmp_path: Path, or
     assert failed.run().exit_code == 16
     report = failed.rerun.last_report
     assert report is not None and report.checkpoint == str(case_folder(tmp_path, report.case_id))
-    (path,) = steps_in(Path(report.checkpoint))
+    (path,) = steps_of(report.checkpoint)
     step = read_step(path)
     assert (step.iteration, step.rank, step.verdict, step.device.uuid) == (3, 0, "", "GPU-bad")
     assert math.isnan(step.flagged["loss"]) and step.reference == {}
@@ -112,7 +112,7 @@ def test_what_a_replay_refuses(tmp_path: Path, ordered: Any, monkeypatch: pytest
     failed = Loop("GPU-bad", tmp_path)
     failed.run()
     assert failed.rerun.last_report is not None
-    (path,) = steps_in(Path(failed.rerun.last_report.checkpoint))
+    (path,) = steps_of(failed.rerun.last_report.checkpoint)
 
     def problem(loop: Loop, step: Path = path) -> str:
         answer = ordered(step)
@@ -150,9 +150,9 @@ def test_what_is_not_kept_is_said_and_costs_nothing_else(
     large = Loop("GPU-bad", tmp_path / "large")
     large.run()
     assert large.rerun.last_report is not None
-    step = read_step(steps_in(Path(large.rerun.last_report.checkpoint))[0])
+    step = read_step(steps_of(large.rerun.last_report.checkpoint)[0])
     assert step.parameters is None and step.checkpoint == str(tmp_path / "large")
-    answer = ordered(steps_in(Path(large.rerun.last_report.checkpoint))[0])
+    answer = ordered(steps_of(large.rerun.last_report.checkpoint)[0])
     assert replayed_checkpoint() == (tmp_path / "large", 2)
     other = Loop("GPU-good")
     assert replay_case(other.rerun, other.data, other.forward_backward) and other.losses == []
@@ -176,7 +176,7 @@ def test_gradients_of_the_pass_before_are_cleared(tmp_path: Path, ordered: Any, 
     failed = Loop("GPU-bad", tmp_path)
     failed.run()
     assert failed.rerun.last_report is not None
-    answer = ordered(steps_in(Path(failed.rerun.last_report.checkpoint))[0])
+    answer = ordered(steps_of(failed.rerun.last_report.checkpoint)[0])
     other = Loop("GPU-good")
     monkeypatch.setattr(other.optimizer, "zero_grad", lambda: None)
     assert replay_case(other.rerun, other.data, other.forward_backward)

@@ -8,7 +8,6 @@ them), what had been rejected, and what a device computed that the verdict clear
 """
 
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ MAX_BYTES = 4 << 30
 MAX_RANKS = 2
 """Of one case: the first ones that failed."""
 _FORMAT = 1
-_FILE = re.compile(r"rank(\d{5,})\.pt")
 
 
 @dataclass(frozen=True)
@@ -137,12 +135,6 @@ def prune(folder: Path, newest: Path) -> None:
         room -= 1
         if room < 0 or size > MAX_BYTES:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def steps_in(folder: Path) -> list[Path]:
-    """The files of a case, by rank. Needs no torch."""
-    found = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found)
 
 
 def _plain(step: KeptStep) -> dict[str, Any]:
