@@ -255,8 +255,8 @@ class JobResult(Struct, frozen=True):
 
 VERDICTS = ("transient", "persistent", "application", "corrupted state", "undecided")
 """What a case can end with; DESIGN.md section 6 says what each means."""
-FAULT_KINDS = ("exception", "soft-timeout", "interrupted", "finalize", "health-check")
-"""How an entry into the training function may end early: `interrupted` by another rank's fault, or not fit to enter again."""
+FAULT_KINDS = ("exception", "soft-timeout", "finalize", "health-check")
+"""How an entry into the training function may end early; the last two: this process is not fit to enter again."""
 LEAVE_KINDS = ("signal", "request", "duration", "deadline", "interval", "phase", "finished")
 CASE_ACTIONS = ("continue", "skip", "restart", "elsewhere", "leave")
 """What the ranks do after a report: go on with the replay's gradients; leave the iteration out; end and start again from the

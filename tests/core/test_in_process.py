@@ -123,8 +123,8 @@ def test_an_exception_is_told_to_all_at_once_and_victims_add_nothing() -> None:
     driver.beat_all(4)
     driver.fault(2, 1, iteration=4)
     assert [(c.failed, c.gone, c.replace, c.entry) for c in driver.restarts("a")] == [([2], [], [], 1)]
-    driver.fault(0, 1, "RuntimeError: Connection closed by peer", kind="interrupted", victim=True)
-    driver.fault(1, 1, "interrupted", kind="interrupted", victim=True)
+    driver.fault(0, 1, "RuntimeError: Connection closed by peer", kind="exception", victim=True)
+    driver.fault(1, 1, "interrupted", kind="exception", victim=True)
     assert len(driver.restarts("a")) == len(driver.restarts("b")) == 1
     driver.now_s += 0.1
     driver.enter_all(2)
@@ -371,7 +371,7 @@ def test_faults_and_entries_that_are_late_or_doubled_decide_nothing() -> None:
     driver.fault(0, 1)
     driver.enter_all(2)
     before = driver.state
-    driver.fault(1, 1, "interrupted", kind="interrupted", victim=True)
+    driver.fault(1, 1, "interrupted", kind="exception", victim=True)
     driver.enter(1, 2)
     driver.enter(1, 1)
     assert driver.state.in_process == before.in_process and len(driver.restarts("b")) == len(before.agents["b"].outbox) - 1

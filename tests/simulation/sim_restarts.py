@@ -73,7 +73,7 @@ class Restarts:
             if rank.alive and rank.inside and not rank.hung:
                 rank.inside, rank.ready = False, True
                 if training.world.random.random() < 0.7:
-                    fault = wire.RankFault(rank.entry, "interrupted", "interrupted by a fault of another rank", victim=True)
+                    fault = wire.RankFault(rank.entry, "exception", "interrupted by a fault of another rank", victim=True)
                     self._report(rank, fault)
         self._enter_when_all_are_ready(attempt)
 

@@ -275,9 +275,9 @@ def test_an_entry_cleans_up_in_reverse_and_once_also_after_an_error() -> None:
 
 def test_local_rank_is_back_after_the_wrapper_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvrx.md 2.6b: with it NVRx 0.5 and later checks a GPU by index, and fails everywhere that has none."""
-    from rsup.worker.inprocess.wrapping import _without
+    from rsup.worker.inprocess.preconditions import without
 
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with _without("LOCAL_RANK"):
+    with without("LOCAL_RANK"):
         assert "LOCAL_RANK" not in os.environ
     assert os.environ["LOCAL_RANK"] == "3"

@@ -18,6 +18,8 @@ from nvidia_resiliency_ext.inprocess.finalize import Finalize
 from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck, HealthCheck
 from nvidia_resiliency_ext.inprocess.initialize import Initialize
 
+from rsup.worker.inprocess.preconditions import without
+
 CLEAN_UP_WITHIN_S = 30.0
 CUDA_WITHIN = timedelta(seconds=10)
 
@@ -132,7 +134,8 @@ class DeviceAnswers(HealthCheck):  # type: ignore[misc]
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return state
         try:
-            return self._check(state)
+            with without("LOCAL_RANK"):  # the check would go by it, which is not always the device in use
+                return self._check(state)
         except Exception as error:
             self._failed(f"{type(error).__name__}: {error}")
             raise

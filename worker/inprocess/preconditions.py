@@ -1,7 +1,8 @@
 """What NVRx and NCCL need for a restart inside of the processes: set, and checked, only where it is on."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rsup.supervisor.wire import RsupError
 
@@ -54,3 +55,14 @@ def nccl_version() -> tuple[int, ...]:
         return ()
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return version
+
+
+@contextlib.contextmanager
+def without(name: str) -> Iterator[None]:
+    """The environment lacks `name` meanwhile."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value

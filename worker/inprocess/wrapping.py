@@ -1,12 +1,11 @@
 """`restartable`: NVRx's `inprocess.Wrapper` around a training function, under the supervisor's eyes."""
 
-import contextlib
 import functools
 import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -116,7 +115,7 @@ class _Run:
         limits = RetryController(
             max_iterations=settings.max_iterations, min_active_world_size=settings.active_world_size or world_size
         )
-        with _without("LOCAL_RANK"):
+        with preconditions.without("LOCAL_RANK"):
             times: dict[str, Any] = {name: timedelta(seconds=getattr(settings, name)) for name in _TIMES}
             # NVRx's monitor looks at the timeouts only when nothing has come for so long, and a stamp comes at every interval
             often = times["progress_watchdog_interval"] / 2
@@ -190,16 +189,18 @@ class _Run:
         self._faulted_s = self._faulted_s or time.monotonic()
 
     def _interrupted(self) -> None:
-        """In NVRx's monitor thread: the training thread may be stuck for good."""
+        """In NVRx's monitor thread: the training thread may be stuck for good, so what frees it comes first."""
         self._note_time()
+        current = entry.current_entry()
+        try:
+            if current is not None:
+                current.abort()
+        finally:
+            self._attempt_store.entry_over(self._number)
         if not self._own_fault and self._peers.timed_out(self._rank):
             text = f"no sign of progress for {self._settings.soft_timeout:g} s"
             iteration = self._session.iteration
             faults.report(wire.RankFault(self._number, "soft-timeout", text, signature="soft-timeout", iteration=iteration))
-        self._attempt_store.entry_over(self._number)
-        current = entry.current_entry()
-        if current is not None:
-            current.abort()
 
     def _clean_up(self) -> None:
         current = entry.current_entry()
@@ -246,14 +247,3 @@ def _take_death() -> int:
 
 
 _has_joined = False
-
-
-@contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
-    """The environment lacks `name` meanwhile."""
-    value = os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[name] = value
