@@ -111,11 +111,6 @@ class OptimizerOffload:
         finally:
             self.restore_from_cpu()
 
-    def release_buffers(self) -> None:
-        """Give the host memory back; the next offload allocates it anew. Not while the state is away."""
-        assert not self.is_offloaded
-        self._buffers.clear()
-
     def _call_hooks(self) -> None:
         for hook in self.invalidate:
             hook()

@@ -273,6 +273,17 @@ def test_an_entry_cleans_up_in_reverse_and_once_also_after_an_error() -> None:
     assert done == ["last", "first"]
 
 
+def test_what_may_be_stuck_is_unblocked_at_every_abort_also_after_an_error() -> None:
+    done: list[str] = []
+    entry = Entry(1, 0, 2)
+    entry.at_abort(lambda: done.append("first"))
+    entry.at_abort(lambda: done.append(str(1 // 0)))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            entry.abort()
+    assert done == ["first", "first"]
+
+
 def test_local_rank_is_back_after_the_wrapper_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvrx.md 2.6b: with it NVRx 0.5 and later checks a GPU by index, and fails everywhere that has none."""
     from rsup.worker.inprocess.preconditions import without
