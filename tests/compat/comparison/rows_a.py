@@ -210,7 +210,8 @@ def _ends_in_time(folder: Path, launcher: "subprocess.Popen[str]", within_s: flo
 
 
 def _grace_after_peer_failure(peer: Peer, folder: Path) -> Seen:
-    text = IGNORES_TERM.replace("ready(); ", "ready()\nif os.environ['RANK'] == '0': sys.exit(4)\n")
+    fails = "while os.environ['RANK'] == '0':\n    time.sleep(0.01)\n    if os.path.exists('ready-1'): sys.exit(4)\n"
+    text = IGNORES_TERM.replace("ready(); ", f"ready()\n{fails}")
     start_s = time.monotonic()
     launcher = _started(peer, folder, text, "--shutdown-timeout", "2")
     code = _code(launcher, 9)
