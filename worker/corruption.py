@@ -34,21 +34,15 @@ class MemoryMarks:
         return is_first
 
 
-class Corruption:
-    """The numeric faults that may strike on one rank, computing on `device` (its UUID). All calls on the training thread.
+class Strikes:
+    """Which of a rank's numeric faults strike now, computing on `device` (its UUID): in a replay, too, as the physics says.
 
-    Call `begin_pass` at the head of every pass of an iteration, `takes` with every batch, and `damage_loss` with every loss
-    before `backward`. Gradients are damaged by hooks on the parameters, so before any communication.
+    Call `begin_pass` at the head of every pass of an iteration, `takes` with every batch, then ask `strikes` for each place
+    where a fault could do so, in the order in which they are computed. `say` is told once of each that has struck.
     """
 
     def __init__(
-        self,
-        faults: Sequence[object],
-        rank: int,
-        device: str,
-        marks: Marks,
-        module: torch.nn.Module | None = None,
-        say: Callable[[str], None] | None = None,
+        self, faults: Sequence[object], rank: int, device: str, marks: Marks, say: Callable[[str], None] | None = None
     ) -> None:
         ours = [f for f in faults if isinstance(f, NumericFault) and not f.is_data]
         self._armed = [f for f in ours if f.device == device or (not f.device and f.rank == rank)]
@@ -60,43 +54,23 @@ class Corruption:
         self._said: set[str] = set()
         self._iteration = 0
         self._content: int | None = None
-        self._parameters = dict(module.named_parameters()) if module is not None else {}
-        for fault in self._at("grad"):
-            self._parameter(fault).register_hook(self._grad_hook(fault))  # type: ignore[no-untyped-call]
 
     def begin_pass(self, iteration: int) -> None:
         """A forward and backward pass of `iteration` (1-based, global) begins; its parameters are about to be read."""
         self._iteration = iteration
         self._content = None
-        for fault in self._at("param"):
-            if self._strikes(fault):
-                damage(self._parameter(fault).data, fault)
 
     def takes(self, batch: Any) -> None:
         """The rank computes on `batch` from now on."""
         if any(fault.when for fault in self._armed):
             self._content = content_hash(batch)
 
-    def damage_loss(self, loss: torch.Tensor) -> None:
-        """`loss`: [], float32; its value changes in place where a fault strikes, the graph behind it does not."""
-        for fault in self._at("loss"):
-            if self._strikes(fault):
-                damage(loss.data, fault)
-
-    def _at(self, site: str) -> list[NumericFault]:
+    def at(self, site: str) -> list[NumericFault]:
+        """The faults of that site that may strike on this rank."""
         return [fault for fault in self._armed if fault.site == site]
 
-    def _grad_hook(self, fault: NumericFault) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        def hook(grad: torch.Tensor) -> torch.Tensor | None:
-            if not self._strikes(fault):
-                return None
-            damaged = grad.clone(memory_format=torch.contiguous_format)
-            damage(damaged, fault)
-            return damaged
-
-        return hook
-
-    def _strikes(self, fault: NumericFault) -> bool:
+    def strikes(self, fault: NumericFault) -> bool:
+        """Whether it does now; a transient one does once."""
         if fault.device:
             last = fault.last_iteration
             if self._iteration < fault.first_iteration or (last is not None and self._iteration > last):
@@ -112,22 +86,75 @@ class Corruption:
             self._say(f"rank {self._rank}: injected fault: {fault}")
         return True
 
-    def _parameter(self, fault: NumericFault) -> torch.nn.Parameter:
-        if fault.parameter:
-            found = self._parameters.get(fault.parameter)
-        else:
-            found = next((p for p in self._parameters.values() if p.dim() == 1), next(iter(self._parameters.values()), None))
-        if found is None or found.dtype != torch.float32:
-            raise UsageError(f"--fault {fault}: the model has no float32 parameter {fault.parameter!r}")
-        return found
+
+class Corruption(Strikes):
+    """The numeric faults that may strike on one rank, where each pass is computed by the host's calls. All calls on the
+    training thread.
+
+    Call `damage_loss` with every loss before `backward`. Gradients are damaged by hooks on the parameters, so before any
+    communication. In a CUDA graph: `cuda_graph.graph_corruption`.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[object],
+        rank: int,
+        device: str,
+        marks: Marks,
+        module: torch.nn.Module | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(faults, rank, device, marks, say)
+        self._parameters = dict(module.named_parameters()) if module is not None else {}
+        for fault in self.at("grad"):
+            parameter = damaged_parameter(fault, self._parameters)
+            parameter.register_hook(self._grad_hook(fault))  # type: ignore[no-untyped-call]
+
+    def begin_pass(self, iteration: int) -> None:
+        """As of all strikes; damages parameters."""
+        super().begin_pass(iteration)
+        damage_parameters(self, self._parameters)
+
+    def damage_loss(self, loss: torch.Tensor) -> None:
+        """`loss`: [], float32; its value changes in place where a fault strikes, the graph behind it does not."""
+        for fault in self.at("loss"):
+            if self.strikes(fault):
+                damage(loss.data, fault)
+
+    def _grad_hook(self, fault: NumericFault) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        def hook(grad: torch.Tensor) -> torch.Tensor | None:
+            if not self.strikes(fault):
+                return None
+            damaged = grad.clone(memory_format=torch.contiguous_format)
+            damage(damaged, fault)
+            return damaged
+
+        return hook
+
+
+def damage_parameters(strikes: Strikes, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Damage the parameters in memory whose faults strike now."""
+    for fault in strikes.at("param"):
+        if strikes.strikes(fault):
+            damage(damaged_parameter(fault, parameters).data, fault)
+
+
+def damaged_parameter(fault: NumericFault, parameters: Mapping[str, torch.nn.Parameter]) -> torch.nn.Parameter:
+    """The one that the fault is about. Raises `UsageError` where the model has none such."""
+    if fault.parameter:
+        found = parameters.get(fault.parameter)
+    else:
+        found = next((p for p in parameters.values() if p.dim() == 1), next(iter(parameters.values()), None))
+    if found is None or found.dtype != torch.float32:
+        raise UsageError(f"--fault {fault}: the model has no float32 parameter {fault.parameter!r}")
+    return found
 
 
 def damage(tensor: torch.Tensor, fault: NumericFault) -> None:
     """Change one number of a float32 tensor in place, as the fault's kind says."""
     flat = tensor.view(-1)
     element = int(flat.abs().nan_to_num(0.0).argmax()) if fault.element is None else fault.element
-    if element >= flat.numel():
-        raise UsageError(f"--fault {fault}: there is no element {element} among {flat.numel()}")
+    check_element(fault, flat.numel())
     one = flat[element : element + 1]
     if fault.kind == "bitflip":
         mask = 1 << fault.bit if fault.bit < 31 else -(1 << 31)
@@ -136,6 +163,12 @@ def damage(tensor: torch.Tensor, fault: NumericFault) -> None:
         one.mul_(fault.factor)
     else:
         one.fill_(float(fault.kind))
+
+
+def check_element(fault: NumericFault, num_elements: int) -> None:
+    """Raise `UsageError` where the fault's element is none of so many."""
+    if fault.element is not None and fault.element >= num_elements:
+        raise UsageError(f"--fault {fault}: there is no element {fault.element} among {num_elements}")
 
 
 def content_hash(batch: Any) -> int:

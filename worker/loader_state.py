@@ -25,6 +25,7 @@ from rsup.worker.checkpoint_directory import CheckpointError
 from rsup.worker.rerun.batch_packing import pack_batch, unpack_batch
 from rsup.worker.rerun.contract import RerunError
 from rsup.worker.rerun.data_iterator import RerunDataIterator
+from rsup.worker.unreadable import why_unreadable
 
 STATE_METHODS = (
     ("state_dict", "load_state_dict"),
@@ -109,7 +110,7 @@ class ResumableLoader:
             first = [unpack_batch(packed) for packed in state["first"]]
             self._load(unpack_batch(state["source"]))
         except RerunError as error:
-            raise LoaderStateError(f"the loader's state in the checkpoint cannot be used: {error}") from None
+            raise LoaderStateError(f"the loader's state in the checkpoint is unreadable: {error}") from None
         self._first = deque(first)
         self._outstanding.clear()
 
@@ -177,7 +178,7 @@ def loader_tensors(loader: ResumableLoader, dp_rank: int, around: RerunDataItera
     """
     if not loader.has_state:
         return {}
-    drawn = around.lend() if around is not None and loader.num_outstanding else None
+    drawn = around.not_consumed() if around is not None and loader.num_outstanding else None
     buffer = io.BytesIO()
     torch.save(loader.consumed_state(drawn), buffer)
     return {tensor_name(dp_rank): torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
@@ -220,5 +221,5 @@ def _unpack(kept: torch.Tensor) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(kept.numpy().tobytes()), weights_only=True)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise LoaderStateError(f"the loader's state in the checkpoint is unreadable: {str(error).splitlines()[0]}") from None
+        raise LoaderStateError(f"the loader's state in the checkpoint is unreadable: {why_unreadable(error)}") from None
     return state

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rsup.worker.cuda_graph import lifecycle
+
 Hook = Callable[[], object]
 
 
@@ -32,7 +34,8 @@ class OptimizerOffload:
     """Moves the state of one optimizer; call it on the training thread, between steps.
 
     `invalidate`: called, in order, before anything moves, in both directions: a CUDA graph that was captured with the
-    optimizer's state reads addresses that are no longer its own, and has to be thrown away. More may be added to the list.
+    optimizer's state reads addresses that are no longer its own, and has to be thrown away. Unless given, all registered graphs
+    are (`cuda_graph.lifecycle`). More may be added to the list.
     `pin`: page-lock the buffers. `is_away`: which state tensors move; those on a GPU, unless given.
     """
 
@@ -43,7 +46,7 @@ class OptimizerOffload:
         pin: bool = True,
         is_away: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
     ) -> None:
-        self.invalidate = invalidate if invalidate is not None else []
+        self.invalidate = invalidate if invalidate is not None else [_destroy_graphs]
         self._optimizer = optimizer
         self._pin = pin
         self._is_away = is_away
@@ -122,6 +125,10 @@ class OptimizerOffload:
             buffer = self._buffers[number] = _host_buffer(size_bytes, self._pin and device.type == "cuda")
         whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size_bytes,), (1,))
         return buffer.copy_(whole, non_blocking=True)
+
+
+def _destroy_graphs() -> None:
+    lifecycle.let_go_of_graphs("the optimizer's state cannot be moved")
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Any, torch.Tensor]]:

@@ -468,3 +468,76 @@ def test_a_checkpoint_cannot_make_anything_but_containers(packed: dict[str, Any]
 def test_the_data_of_another_release_is_refused() -> None:
     with pytest.raises(RerunError, match="another release"):
         RerunDataIterator([]).load_state_dict({"format": 99})
+
+
+# --------------------------------------------------------------------------------- two iterations whose numbers nobody saw yet
+
+
+def draw(data: RerunDataIterator, count: int) -> list[int]:
+    return [int(next(data)) for _ in range(count)]
+
+
+def test_two_iterations_are_taken_back_and_their_batches_come_again_in_order() -> None:
+    data = keeping(iter([torch.tensor(i) for i in range(20)]))
+    data.advance()
+    assert draw(data, 2) == [0, 1]
+    data.advance(keeps_last=True)
+    assert draw(data, 2) == [2, 3]
+    data.step_back(2)
+    assert [int(batch) for batch in data.not_consumed()] == [0, 1, 2, 3]
+    data.advance()
+    assert draw(data, 2) == [0, 1]
+    data.rewind()
+    assert draw(data, 2) == [0, 1], "what was taken back is replayed as any iteration"
+    data.advance()
+    assert draw(data, 2) == [2, 3]
+    data.advance()
+    assert draw(data, 2) == [4, 5]
+    data.step_back(1)
+    data.advance()
+    assert draw(data, 3) == [4, 5, 6]
+
+
+def test_an_end_of_the_data_is_taken_back_too() -> None:
+    data = keeping(iter([torch.tensor(i) for i in range(3)]))
+    data.advance()
+    assert draw(data, 2) == [0, 1]
+    data.advance(keeps_last=True)
+    with pytest.raises(StopIteration):
+        draw(data, 2)
+    data.step_back(2)
+    data.advance()
+    assert draw(data, 2) == [0, 1]
+    data.advance()
+    assert draw(data, 1) == [2]
+    with pytest.raises(StopIteration):
+        next(data)
+
+
+@pytest.mark.parametrize("with_batches", [True, False])
+def test_what_was_taken_back_comes_back_from_a_checkpoint(with_batches: bool) -> None:
+    def source(first: int) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(i) for i in range(first, 20)])
+
+    data = keeping(source(0))
+    for _ in range(2):
+        data.advance(keeps_last=True)
+        draw(data, 2)
+    data.step_back(2)
+    data.advance()
+    draw(data, 2)  # 0 and 1, the iteration; 2 and 3 were drawn behind it, and wait
+    state = data.state_dict(with_batches)
+    again = keeping(source(0 if with_batches else 2))  # where the consumed samples say
+    again.load_state_dict(state)
+    if with_batches:
+        again.rewind()
+        assert draw(again, 2) == [0, 1]
+    again.advance()
+    assert draw(again, 3) == [2, 3, 4]
+
+
+def test_without_reruns_nothing_can_be_taken_back() -> None:
+    data = RerunDataIterator(iter([1, 2]))
+    next(data)
+    with pytest.raises(RerunError, match="reruns are disabled"):
+        data.step_back(1)

@@ -5,6 +5,7 @@ replay gets a fresh copy each time. The copy is made at once and not when first 
 a NumPy view, by `.data` or by a loader that reuses its memory cannot be seen afterwards. Its cost is one pass over the batch.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -50,6 +51,8 @@ class RerunDataIterator:
         self._follows_progress = follows_progress
         self._iterator: Iterator[Any] | None = None
         self._kept: list[Any] = []
+        self._before: list[Any] = []
+        self._again: deque[Any] = deque()
         self._playing: list[Any] | None = None
         self._position = 0
         self._is_borrowed = False
@@ -64,6 +67,8 @@ class RerunDataIterator:
     def __next__(self) -> Any:
         if self._playing is not None:
             return self._replay()
+        if self._again:
+            return self._hand_out_again()
         try:
             batch = self._fetch()
         except StopIteration:
@@ -75,9 +80,21 @@ class RerunDataIterator:
             self._kept.append(copy_batch(batch))
         return batch
 
-    def advance(self) -> None:
-        """Begin a new iteration: drop what was kept, and go on with the source."""
+    def advance(self, keeps_last: bool = False) -> None:
+        """Begin a new iteration: drop what was kept, and go on with the source. `keeps_last`: the iteration that is left now
+        may yet be taken back by `step_back`, since nobody has seen its numbers."""
+        self._before = self._kept if keeps_last else []
         self._kept = []
+        self._playing, self._is_borrowed = None, False
+
+    def step_back(self, num_iterations: int) -> None:
+        """Take back the last iteration, or the last two of which the first was left with `keeps_last`: after the next
+        `advance` their batches are handed out again, in order, before the source goes on."""
+        if not self.keeps_batches:
+            raise RerunError("the data cannot be taken back: reruns are disabled, so this RerunDataIterator keeps nothing")
+        taken = self._before + self._kept if num_iterations == 2 else self._kept
+        self._again.extendleft(reversed(taken))
+        self._before, self._kept = [], []
         self._playing, self._is_borrowed = None, False
 
     def rewind(self) -> None:
@@ -89,6 +106,10 @@ class RerunDataIterator:
     def lend(self) -> list[Any]:
         """This iteration's batches as they were drawn, for somebody else to compute: do not change them."""
         return [batch for batch in self._kept if batch is not _END]
+
+    def not_consumed(self) -> list[Any]:
+        """What was drawn and belongs to this iteration or to later ones: do not change it."""
+        return self.lend() + [batch for batch in self._again if batch is not _END]
 
     def borrow(self, batches: list[Any]) -> None:
         """Play these batches until the next `rewind` or `advance`."""
@@ -107,15 +128,18 @@ class RerunDataIterator:
     def state_dict(self, with_batches: bool = True) -> dict[str, Any]:
         """Plain values and tensors for a checkpoint, loadable with `weights_only`: batches, position, the source's own state.
 
-        The batches belong in a checkpoint from which the iteration is replayed; an ordinary one is taken `with_batches=False`.
+        The batches belong in a checkpoint from which the iteration is replayed; an ordinary one is taken `with_batches=False`
+        (and has only what `step_back` has yet to hand out again).
         Raises `RerunError` where a batch has no plain form.
         """
         state: dict[str, Any] = {"format": _FORMAT, "batches": [], "is_replaying": False, "position": 0}
         if with_batches:
             is_own = self._playing is not None and not self._is_borrowed
-            state["batches"] = [{"end": True} if batch is _END else {"batch": pack_batch(batch)} for batch in self._kept]
+            state["batches"] = [_packed(batch) for batch in self._kept]
             state["is_replaying"] = is_own
             state["position"] = self._position if is_own else 0
+        if self._again:
+            state["again"] = [_packed(batch) for batch in self._again]
         source = self._source_state()
         return state if source is None else state | {"source": source}
 
@@ -129,13 +153,16 @@ class RerunDataIterator:
         """
         if state.get("format") != _FORMAT:
             raise RerunError("the data kept in the checkpoint was written by another release: the iteration cannot be replayed")
-        self._kept = [_END if "end" in kept else unpack_batch(kept["batch"], device) for kept in state["batches"]]
+        self._kept = [_unpacked(kept, device) for kept in state["batches"]]
+        again = [] if self._follows_progress else state.get("again", [])
+        self._before, self._again = [], deque(_unpacked(kept, device) for kept in again)
         self._playing = self._kept if state["is_replaying"] else None
         self._position, self._is_borrowed = int(state["position"]), False
         if "source" in state and self._load_source_state(state["source"]):
             self._num_to_skip = 0
         else:
-            self._num_to_skip = 0 if self._follows_progress else self.num_taken
+            num_again = sum(batch is not _END for batch in self._again)
+            self._num_to_skip = 0 if self._follows_progress else self.num_taken + num_again
 
     # ------------------------------------------------------------------------------------------------------ the replay
 
@@ -149,6 +176,14 @@ class RerunDataIterator:
             )
         batch = self._playing[self._position]
         self._position += 1
+        if batch is _END:
+            raise StopIteration
+        return copy_batch(batch)
+
+    def _hand_out_again(self) -> Any:
+        batch = self._again.popleft()
+        if self.keeps_batches:
+            self._kept.append(batch)
         if batch is _END:
             raise StopIteration
         return copy_batch(batch)
@@ -208,6 +243,14 @@ class RerunDataIterator:
                 load(unpack_batch(packed))
                 return True
         return False
+
+
+def _packed(batch: Any) -> dict[str, Any]:
+    return {"end": True} if batch is _END else {"batch": pack_batch(batch)}
+
+
+def _unpacked(kept: dict[str, Any], device: torch.device | None) -> Any:
+    return _END if "end" in kept else unpack_batch(kept["batch"], device)
 
 
 def as_iterators(data: Any) -> list[RerunDataIterator]:

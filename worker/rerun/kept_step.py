@@ -19,6 +19,7 @@ import torch
 
 from rsup.worker.rerun.batch_packing import pack_batch, unpack_batch
 from rsup.worker.rerun.contract import RankDevice, RerunError
+from rsup.worker.unreadable import why_unreadable
 
 FOLDER = "rerun-steps"
 """Beside the checkpoints."""
@@ -122,8 +123,7 @@ def read_step(path: Path) -> KeptStep:
     except RerunError:
         raise
     except Exception as error:  # torch raises whatever a damaged file makes of its reader
-        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise RerunError(f"{path} cannot be read: {text}") from None
+        raise RerunError(f"{path} cannot be read: {why_unreadable(error)[:200]}") from None
 
 
 def prune(folder: Path, newest: Path) -> None:

@@ -43,6 +43,7 @@ from rsup.worker.rerun.contract import (
 from rsup.worker.rerun.data_iterator import RerunDataIterator, as_iterators
 from rsup.worker.rerun.determinism_run import DeterminismRun
 from rsup.worker.rerun.gradient_checks import GradientChecks
+from rsup.worker.rerun.large_values import LargeValues
 from rsup.worker.rerun.machine import Severity, Step, after_first_pass, first_severity
 from rsup.worker.rerun.parts import Parts
 from rsup.worker.rerun.passes import Judged, PassLog, Rule
@@ -95,10 +96,12 @@ class RerunStateMachine:
         hook: Callable[[Any, Any], Any] | None = None,
         hook_state: object = None,
         scaler: Any = None,
+        measures_gradients: bool = True,
     ) -> None:
         """Check `module`'s gradients before they are reduced, and let its iterations be rotated along `axis` (default: all
         ranks). `hook`: the DDP communication hook to use, which is wrapped. `scaler`: a `torch.amp.GradScaler` in use: NaN and
-        Inf then are skipped steps and no cases. Collective.
+        Inf then are skipped steps and no cases. `measures_gradients`: False where the loop hands in the norms itself, by
+        `validate_gradient` (a CUDA graph computes them). Collective.
         """
         parts, mode = self._parts, self.config.mode
         parts.rules.loss_scaling = scaler is not None and scaler.is_enabled()
@@ -108,8 +111,9 @@ class RerunStateMachine:
                 module.register_comm_hook(hook_state, hook)  # type: ignore[operator]
             return
         parts.replay_state.register_buffers(f"buffers of module {len(self._modules)}", module)
-        self._gradients = self._gradients or GradientChecks(scaler)
-        self._gradients.attach(module, hook=hook, state=hook_state)
+        if measures_gradients:
+            self._gradients = self._gradients or GradientChecks(scaler)
+            self._gradients.attach(module, hook=hook, state=hook_state)
         parts.named_state = lambda: self._named_state(optimizer)
         parts.named_parameters = lambda: self.named_parameters
         if not self.config.rotate:
@@ -202,6 +206,37 @@ class RerunStateMachine:
         """The built-in checks of a micro-batch's loss: NaN, Inf, and (`check_for_spiky_loss`) unexpectedly large ones."""
         if rules := self._parts.rules.of_loss(context):
             self._check(context, loss, rules, self.config.loss_tolerance, None)
+
+    def validate_gradient(self, message: str, norm: torch.Tensor | float) -> None:
+        """The built-in checks of a gradient norm that the loop has taken itself, before the reduction; for a module that was
+        attached with `measures_gradients=False`."""
+        if rules := self._parts.rules.of_gradients(message):
+            self._check(message, norm, rules, self.config.grad_tolerance, None)
+
+    # ---------------------------------------------------------------------------------------------- judged on the device
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next iteration's numbers may be looked at after the iteration behind it has begun: only where nothing but
+        the built-in checks is asked of it, which a CUDA graph makes on the device. The same on all ranks."""
+        if self.config.mode is RerunMode.DISABLED:
+            return True
+        is_plain = self.config.mode is RerunMode.VALIDATE_RESULTS and not self._parts.injector.is_armed
+        return is_plain and not self._is_first_pass and self._pending is None and not self._iteration.loaded
+
+    def accept(self, iteration: int, losses: Sequence[float], norms: Mapping[str, float]) -> None:
+        """Iteration `iteration` was judged on the device and found healthy on all ranks: learn its values. Not collective."""
+        self._iteration.start(iteration, [])
+        for loss in losses:
+            _ask(self._parts.rules.of_loss("loss"), loss)
+        for message, norm in norms.items():
+            _ask(self._parts.rules.of_gradients(message), norm)
+        self._parts.finish()
+
+    @property
+    def large_values(self) -> LargeValues:
+        """The baselines of this rank."""
+        return self._parts.large
 
     def is_unexpectedly_large(
         self, value: float, threshold: float, context: str, num_samples: int = 100, resample: bool = False
@@ -428,6 +463,12 @@ class RerunStateMachine:
         if self._pending is not None and self._pending.case.iteration == iteration:
             self._pending = None
         self._iteration.loaded = ()
+
+
+def _ask(rules: tuple[Rule, ...], value: float) -> None:
+    """Let the rules see a value that is known to be healthy: those with a baseline learn from it."""
+    for rule in rules:
+        rule.reject(value)
 
 
 def _of(module: int) -> str:

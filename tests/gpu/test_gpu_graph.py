@@ -1,0 +1,367 @@
+"""The graph-captured step on one GPU: its replays compute what an eager run computes, and say so when they cannot."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rsup.worker.cuda_graph.capture import SharedCapture
+from rsup.worker.cuda_graph.contract import Batches, Code, Fallback, GraphError, OnChange, StaleResultError
+from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.rerun.contract import RerunConfig
+from tests.gpu.graph_training import (
+    DEVICE,
+    Training,
+    batches_of,
+    differing,
+    make_evaluation,
+    rng_state,
+    set_rng_state,
+)
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+WARM = 3
+CAPTURED = WARM + 1
+"""The step that captures."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits each time, so that replays can be compared bit by bit."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def capture() -> SharedCapture:
+    """A stream and pools of this test alone."""
+    return SharedCapture(DEVICE)
+
+
+# --------------------------------------------------------------------------------------------------- the same as eager
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_thousand_replays_with_changing_data_equal_eager_steps(capture: SharedCapture, dropout: float) -> None:
+    """Bitwise, dropout included: the eager step begins with the random numbers that the replay began with."""
+    graphed, eager = Training(capture, dropout=dropout), Training(capture, dropout=dropout, captures=False)
+    assert not differing(graphed.state(), eager.state())
+    losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(1, CAPTURED + 1000):
+        batches, before = batches_of(step), rng_state()
+        one = graphed.step(batches)
+        after = rng_state()
+        set_rng_state(before)
+        other = eager.step(batches)
+        assert torch.equal(after, rng_state()), f"step {step}: another number of random numbers was taken"
+        losses.append((one, other))
+    assert graphed.graph.captured and graphed.graph.num_graphs == 1 and not graphed.graph.is_eager_for_good
+    of_graph, of_eager = (torch.stack([pair[which] for pair in losses]) for which in (0, 1))
+    unlike = (of_graph != of_eager).nonzero().flatten().tolist()
+    assert not unlike, f"losses of {len(unlike)} steps differ, first {unlike[0] + 1}: {losses[unlike[0]]}"
+    assert not differing(graphed.state(), eager.state())
+    assert float(of_graph[-20:].mean()) < float(of_graph[:20].mean()), "it has learned something"
+
+
+def test_each_replay_drops_other_units(capture: SharedCapture) -> None:
+    """And the same ones again when the generator is set back, as a rerun does."""
+    training = Training(capture, dropout=0.5)
+    batches = batches_of(1)
+    with capture.on_stream():
+        for _ in range(CAPTURED):
+            training.graph(batches)
+        before = rng_state()
+        losses = [training.graph(batches).value.clone() for _ in range(8)]
+        set_rng_state(before)
+        again = [training.graph(batches, counts=False).value.clone() for _ in range(8)]
+        set_rng_state(before)
+        eager = training.graph(batches, eager=True).value.clone()
+    assert len({float(loss) for loss in losses}) == 8
+    assert torch.equal(torch.stack(losses), torch.stack(again))
+    assert torch.equal(eager, losses[0])
+
+
+def test_generators_of_the_program_advance_in_replays(capture: SharedCapture) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(3)
+
+    def forward_backward(batches: Batches) -> torch.Tensor:
+        return torch.rand(4, device=DEVICE, generator=generator)
+
+    graph = FullIterationGraph(forward_backward, DEVICE, generators=[generator], capture=capture)
+    drawn = torch.stack([graph([[torch.ones(1)]]).value.clone() for _ in range(CAPTURED + 6)]).cpu()
+    same = torch.Generator(DEVICE).manual_seed(3)
+    expected = torch.stack([torch.rand(4, device=DEVICE, generator=same) for _ in range(CAPTURED + 6)]).cpu()
+    assert torch.equal(drawn, expected)
+    unknown = torch.Generator(DEVICE).manual_seed(3)
+    other = FullIterationGraph(lambda _: torch.rand(4, device=DEVICE, generator=unknown), DEVICE, capture=capture)
+    try:
+        more = torch.stack([other([[torch.ones(1)]]).value.clone() for _ in range(CAPTURED + 6)]).cpu()
+    except GraphError as error:
+        print(error)
+    else:  # newer torch finds the generators itself
+        assert torch.equal(more, expected)
+    assert float(torch.ones(4, device=DEVICE).sum()) == 4, "the device is usable after it"
+
+
+def test_nothing_of_a_replay_waits_for_the_device(capture: SharedCapture) -> None:
+    """Neither the copy of pageable batches, nor the launch, nor the request for the result."""
+    training = Training(capture, checks=RerunConfig())
+    for step in range(CAPTURED + 2):
+        training.step(batches_of(step))
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for step in range(4):
+            training.step(batches_of(step))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_results_are_those_of_the_last_call_only(capture: SharedCapture) -> None:
+    training = Training(capture)
+    with capture.on_stream():
+        for step in range(CAPTURED):
+            training.graph(batches_of(step))
+        first = training.graph(batches_of(1))
+        kept = first.materialize()
+        value = float(first.value)
+        training.graph(batches_of(2))
+    with pytest.raises(StaleResultError):
+        _ = first.value
+    assert float(kept) == value
+
+
+# --------------------------------------------------------------------------------------------- what cannot be captured
+
+
+def _reads(loss: torch.Tensor) -> None:
+    if float(loss.detach().item()) != float("inf"):
+        torch.ones(1)
+
+
+def _has_a_shape_of_its_data(loss: torch.Tensor) -> None:
+    torch.nonzero(loss.detach() > 0)
+
+
+def _waits(loss: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+def _copies_from_the_host(loss: torch.Tensor) -> None:
+    torch.tensor([1.0, 2.0]).to(DEVICE)
+
+
+@pytest.mark.parametrize("inside", [_reads, _has_a_shape_of_its_data, _waits])
+def test_an_illegal_call_is_named_and_training_goes_on_if_asked(capture: SharedCapture, inside: Any) -> None:
+    strict = Training(capture, inside=inside)
+    with pytest.raises(GraphError) as raised:
+        for step in range(1, CAPTURED + 1):
+            strict.step(batches_of(step))
+    print(f"{inside.__name__}: {raised.value}")
+    assert "\n" not in str(raised.value)
+    assert "test_gpu_graph.py" in str(raised.value), "the line of the program is named"
+
+    lenient, eager = Training(capture, inside=inside, fallback=Fallback.EAGER), Training(capture, captures=False)
+    for step in range(1, CAPTURED + 5):
+        batches, before = batches_of(step), rng_state()
+        lenient.step(batches)
+        set_rng_state(before)
+        eager.step(batches)
+    assert lenient.graph.is_eager_for_good and lenient.graph.why and not lenient.graph.captured
+    assert not differing(lenient.state(), eager.state()), "the failed capture counted as no step"
+
+
+def test_a_replay_after_something_moved_is_refused(capture: SharedCapture) -> None:
+    training = Training(capture)
+    for step in range(CAPTURED + 1):
+        training.step(batches_of(step))
+    name, parameter = "norm.weight", training.model.norm.weight
+    storage, gradient = parameter.data, parameter.grad
+    parameter.data = storage.clone()
+    with pytest.raises(GraphError, match=name):
+        training.step(batches_of(1))
+    parameter.data, parameter.grad = storage, None
+    with pytest.raises(GraphError, match=name):
+        training.step(batches_of(1))
+    parameter.grad = gradient
+    training.step(batches_of(1))
+
+
+# -------------------------------------------------------------------------------------- other inputs, reset, evaluation
+
+
+def _run_beside_eager(training: Training, eager: Training, sizes: list[int]) -> None:
+    for step, size in enumerate(sizes, start=1):
+        batches, before = batches_of(step, size), rng_state()
+        one = training.step(batches)
+        set_rng_state(before)
+        assert torch.equal(one, eager.step(batches)), f"step {step}, batches of {size}"
+
+
+def test_batches_of_another_shape_go_by_the_policy(capture: SharedCapture) -> None:
+    for policy in OnChange:
+        training, eager = Training(capture, on_change=policy), Training(capture, captures=False)
+        _run_beside_eager(training, eager, [2] * (CAPTURED + 2))
+        if policy is OnChange.RAISE:
+            with pytest.raises(GraphError):
+                training.step(batches_of(9, 3))
+            sizes = [2, 2]
+        elif policy is OnChange.EAGER:
+            sizes = [3, 2, 3, 3, 3, 3, 3, 3, 2]
+        else:
+            sizes = [3] * (CAPTURED + 2) + [2, 3, 2, 3, 3, 2]
+        _run_beside_eager(training, eager, sizes)
+        assert not differing(training.state(), eager.state())
+        assert training.graph.num_graphs == (2 if policy is OnChange.RECAPTURE else 1)
+        training.close()
+
+
+def test_reset_warms_up_and_captures_anew(capture: SharedCapture) -> None:
+    training, eager = Training(capture), Training(capture, captures=False)
+    _run_beside_eager(training, eager, [2] * (CAPTURED + 3))
+    training.close()
+    assert not training.graph.captured
+    _run_beside_eager(training, eager, [2] * WARM)
+    assert not training.graph.captured
+    _run_beside_eager(training, eager, [2] * 5)
+    assert training.graph.captured
+    assert not differing(training.state(), eager.state())
+
+
+def test_evaluation_has_a_graph_beside_that_of_the_training(capture: SharedCapture) -> None:
+    training, eager = Training(capture), Training(capture, captures=False)
+    evaluation = make_evaluation(training.model, capture)
+    for round_ in range(CAPTURED + 4):
+        _run_beside_eager(training, eager, [2, 2])
+        with capture.on_stream():
+            for number in range(2):
+                loss = evaluation(batches_of(1000 + round_, 4)).value.clone()
+                expected = evaluation(batches_of(1000 + round_, 4), eager=True).value.clone()
+                assert torch.equal(loss, expected), (round_, number)
+        if round_ == CAPTURED + 1:
+            training.close()  # a reset of one leaves the other
+            assert evaluation.captured
+    assert training.graph.captured and evaluation.captured
+    assert not differing(training.state(), eager.state())
+
+
+# ------------------------------------------------------------------------------------------------------------- the gate
+
+
+@pytest.mark.parametrize("code", [code for code in Code if code is not Code.CLEAN])
+def test_each_code_leaves_parameters_moments_and_step_count_as_they_are(capture: SharedCapture, code: Code) -> None:
+    """In the step that it comes from, and in those behind it until the host opens the gate."""
+    config = RerunConfig(check_for_spiky_loss=True, check_for_large_grads=True)
+    training = Training(capture, checks=config)
+    checks = training.checks
+    assert checks is not None
+    for step in range(120):  # the baselines learn for 100
+        training.step(batches_of(step))
+    assert checks.parse(checks.result.tolist()).agreed is Code.CLEAN
+    key, factor = {
+        Code.NAN: ("loss_factor", float("nan")),
+        Code.INF: ("loss_factor", float("inf")),
+        Code.SPIKY_LOSS: ("loss_factor", 1000.0),
+        Code.LARGE_GRADIENT: ("norm_factor", 1000.0),
+    }[code]
+    before = training.state()
+    bad = batches_of(7)
+    bad[0][0][key].fill_(factor)
+    training.step(bad)
+    verdict = checks.parse(checks.result.tolist())
+    assert (verdict.code, verdict.agreed) == (code, code)
+    assert float(checks.gate) == 1.0
+    assert not differing(before, training.state())
+    training.step(batches_of(8))
+    assert checks.parse(checks.result.tolist()).code is Code.CLEAN and float(checks.gate) == 1.0
+    assert not differing(before, training.state())
+    checks.open_gate()
+    training.step(batches_of(8))
+    assert len(differing(before, training.state())) == len(before), "everything moves again"
+
+
+def test_a_rejected_step_and_its_rerun_leave_no_trace(capture: SharedCapture) -> None:
+    """The state is set back, the same data replayed, the gate opened: bitwise as if nothing had been."""
+    disturbed, plain = Training(capture, checks=RerunConfig()), Training(capture, checks=RerunConfig())
+    assert disturbed.checks is not None
+    for step in range(1, CAPTURED + 20):
+        before = rng_state()
+        if step in (1, CAPTURED, CAPTURED + 9):  # in the warm-up, in the step that captures, in a replay
+            bad = batches_of(step)
+            bad[0][1]["norm_factor"].fill_(1.0)
+            bad[0][1]["loss_factor"].fill_(float("nan"))
+            disturbed.step(bad)
+            disturbed.step(batches_of(step + 1))  # the one launched behind it
+            set_rng_state(before)
+            disturbed.checks.open_gate()
+        disturbed.step(batches_of(step))
+        set_rng_state(before)
+        plain.step(batches_of(step))
+    assert not differing(disturbed.state(), plain.state())
+
+
+# ------------------------------------------------------------------------------------------------- recompute, and memory
+
+
+class Recomputed(nn.Module):
+    """A GPT's blocks whose activations are computed again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden`: [batch, sequence, hidden]."""
+        out: torch.Tensor = checkpoint(self.block, hidden, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+
+def test_activations_are_computed_again_inside_the_graph(capture: SharedCapture) -> None:
+    graphed, eager = Training(capture, dropout=0.0), Training(capture, dropout=0.0, captures=False)
+    for training in (graphed, eager):
+        blocks = training.model.blocks
+        for place, block in enumerate(blocks):
+            blocks[place] = Recomputed(block)
+    _run_beside_eager(graphed, eager, [2] * (CAPTURED + 30))
+    assert graphed.graph.captured
+    assert not differing(graphed.state(), eager.state())
+
+
+def test_memory_of_a_graph_comes_back_when_it_is_destroyed(capture: SharedCapture) -> None:
+    linear = nn.Linear(4096, 4096, device=DEVICE)
+
+    def forward_backward(batches: Batches) -> torch.Tensor:
+        hidden: torch.Tensor = batches[0][0]
+        for _ in range(8):
+            hidden = torch.relu(linear(hidden))
+        loss = hidden.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    graph = FullIterationGraph(forward_backward, DEVICE, capture=capture)
+    inputs = [[torch.ones(4096, 4096, device=DEVICE)]]
+    linear.weight.grad, linear.bias.grad = torch.zeros_like(linear.weight), torch.zeros_like(linear.bias)
+    for _ in range(WARM):
+        graph(inputs)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before_mib, free_before = torch.cuda.memory_reserved() >> 20, torch.cuda.mem_get_info()[0] >> 20
+    graph(inputs)
+    with_graph_mib = torch.cuda.memory_reserved() >> 20
+    assert graph.captured and with_graph_mib >= before_mib + 256
+    graph.reset()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    after_mib, free_after = torch.cuda.memory_reserved() >> 20, torch.cuda.mem_get_info()[0] >> 20
+    print(
+        f"reserved: {before_mib} MiB, with the graph {with_graph_mib}, after it {after_mib}; free {free_before}, {free_after}"
+    )
+    assert after_mib <= before_mib + 32
+    assert free_after >= free_before - 64

@@ -1,0 +1,220 @@
+"""Steps launched before the numbers of the one before are read: what a fault leaves behind is nothing. On the CPU, eagerly; the
+same on GPUs, with graphs, is in `tests/gpu`."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rsup.worker.cuda_graph.contract import Batches
+from rsup.worker.cuda_graph.device_checks import DeviceChecks
+from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.cuda_graph.gradient_groups import GradientGroups
+from rsup.worker.cuda_graph.graphed_step import GraphedStep, StepReport
+from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph, prepare_optimizer_for_graph
+from rsup.worker.rerun.contract import Exit, RankDevice, RerunConfig, RerunMode
+from rsup.worker.rerun.data_iterator import RerunDataIterator
+from rsup.worker.rerun.state_machine import RerunStateMachine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: more threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+NUM_MICROBATCHES = 2
+Strikes = Callable[[int, int], float]
+"""By iteration and pass: what the loss is multiplied with."""
+
+
+def healthy(iteration: int, number: int) -> float:
+    return 1.0
+
+
+def once(at: int, factor: float = math.nan) -> Strikes:
+    return lambda iteration, number: factor if (iteration, number) == (at, 1) else 1.0
+
+
+def always(at: int, factor: float = math.nan) -> Strikes:
+    return lambda iteration, number: factor if iteration == at else 1.0
+
+
+class Loop:
+    """A loop as a user would write it, with dropout, running statistics and a loader."""
+
+    def __init__(self, strikes: Strikes = healthy, folder: Path | None = None, length: int = 60, **config: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        prepare_optimizer_for_graph(self.optimizer)
+        self.strikes, self.factor = strikes, torch.ones(())
+        self.passes: list[tuple[int, int]] = []
+        self.seen: list[float] = []
+        settings = RerunConfig(**config)
+        self.rerun = RerunStateMachine(settings, device=RankDevice("GPU-a"), ledger_folder=folder)
+        self.rerun.attach(self.model, self.optimizer, measures_gradients=False)
+        self.gradients = GradientGroups(list(self.model.parameters()), None)
+        names = [f"grad norm of bucket {number}" for number in range(self.gradients.num_groups)]
+        self.checks = DeviceChecks(NUM_MICROBATCHES, len(names), CPU, config=settings, group=None)
+        graph = FullIterationGraph(self.forward_backward, CPU, warmup_steps=2, parameters=self.model.parameters())
+        update = OptimizerGraph(self.optimizer, CPU, gate=self.checks.gate, max_norm=1.0, gradients=self.gradients)
+        self.data = RerunDataIterator([{"x": torch.full((2, 4), float(i + 1)) / 10} for i in range(length)])
+        self.step = GraphedStep(
+            graph, update, self.checks, self.rerun, self.data, self.take, names, before_pass=self.before_pass
+        )
+        self.done: list[int] = []
+        self.skipped: list[int] = []
+        self.losses: dict[int, float] = {}
+
+    def forward_backward(self, batches: Batches) -> torch.Tensor:
+        self.checks.begin()
+        self.gradients.zero_()
+        total = torch.zeros(())
+        for number, batch in enumerate(batches[0]):
+            loss = (self.model(batch["x"]) - 1).square().mean() * self.factor
+            self.checks.loss(number, loss.detach())
+            (loss / NUM_MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / NUM_MICROBATCHES
+        self.gradients.reduce(self.checks.norm)
+        self.checks.judge()
+        return total
+
+    def take(self) -> Batches:
+        batches = [next(self.data) for _ in range(NUM_MICROBATCHES)]
+        self.seen.append(float(batches[0]["x"][0, 0]))
+        return [batches]
+
+    def before_pass(self, iteration: int, number: int, batches: Batches) -> None:
+        self.passes.append((iteration, number))
+        self.factor.fill_(self.strikes(iteration, number))
+
+    def run(self, last: int, settles_at: tuple[int, ...] = ()) -> Exit:
+        torch.manual_seed(1)
+        for iteration in range(1, last + 1):
+            if self.note(self.step.run(iteration, 0.1 / iteration)).should_exit:
+                return self.exit
+            if iteration in settles_at and self.note(self.step.settle()).should_exit:
+                return self.exit
+        return self.note(self.step.settle())
+
+    def note(self, report: StepReport) -> Exit:
+        for one in report.settled:
+            self.done.append(one.iteration)
+            if one.skipped:
+                self.skipped.append(one.iteration)
+            elif one.loss is not None:
+                self.losses[one.iteration] = one.loss
+        self.exit = report.exit
+        return report.exit
+
+    def state(self) -> list[torch.Tensor]:
+        """All that an iteration changes, copied."""
+        found = [value for value in self.model.state_dict().values()]
+        found += [value for state in self.optimizer.state.values() for value in state.values()]
+        return [value.clone() for value in found] + [torch.get_rng_state()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Loop:
+    loop = Loop()
+    assert not loop.run(8).should_exit and len(loop.passes) == 8
+    return loop
+
+
+def test_an_undisturbed_run_computes_each_iteration_once(undisturbed: Loop) -> None:
+    assert undisturbed.done == list(range(1, 9))
+    assert undisturbed.seen == pytest.approx([0.1 + 0.2 * i for i in range(8)])
+    eager = Loop()
+    eager.run(8, settles_at=tuple(range(1, 9)))
+    assert equal(eager.state(), undisturbed.state()), "reading late changes nothing"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_transient_fault_leaves_no_trace(undisturbed: Loop, at: int, factor: float) -> None:
+    """In the warm-up, in the capture, in replays, and in the last iteration, which nothing follows."""
+    loop = Loop(once(at, factor))
+    assert not loop.run(8).should_exit
+    assert loop.done == undisturbed.done and loop.losses == undisturbed.losses
+    assert equal(loop.state(), undisturbed.state())
+    report = loop.rerun.last_report
+    assert report is not None and report.verdict == "transient" and report.iteration == at
+
+
+def test_two_faults_in_a_row_leave_no_trace(undisturbed: Loop) -> None:
+    struck: set[int] = set()
+
+    def strikes(iteration: int, number: int) -> float:
+        if iteration not in (4, 5) or iteration in struck or (iteration == 5 and 4 not in struck):
+            return 1.0
+        struck.add(iteration)
+        return math.nan
+
+    loop = Loop(strikes)
+    assert not loop.run(8).should_exit
+    assert loop.done == undisturbed.done and equal(loop.state(), undisturbed.state())
+
+
+def test_a_fault_that_stays_ends_the_attempt_with_parameters_as_before_it(tmp_path: Path) -> None:
+    loop = Loop(always(5), folder=tmp_path)
+    assert loop.run(8) == Exit(True, True, 16)
+    assert loop.done == [1, 2, 3, 4]
+    before = Loop()
+    before.run(4)
+    # the generator may have been used by the replays; parameters, statistics and moments are those of four iterations
+    assert equal(loop.state()[:-1], before.state()[:-1])
+    kept = loop.rerun.state_dict()
+    assert kept["pending"] is not None
+    assert [float(batch["x"][0, 0]) for batch in loop.data.not_consumed()] == pytest.approx([0.9, 1.0, 1.1, 1.2])
+
+
+def test_without_reruns_a_fault_raises_and_nothing_is_updated() -> None:
+    loop = Loop(always(5), mode=RerunMode.DISABLED)
+    before = Loop(mode=RerunMode.DISABLED)
+    before.run(4)
+    with pytest.raises(RuntimeError, match="NaN in loss"):
+        loop.run(8)
+    parameters = [parameter.detach() for parameter in loop.model.parameters()]
+    assert equal(parameters, [parameter.detach() for parameter in before.model.parameters()])
+
+
+def test_the_end_of_the_data_comes_before_anything_of_the_iteration(undisturbed: Loop) -> None:
+    loop = Loop(length=16)
+    loop.run(8)
+    with pytest.raises(StopIteration):
+        loop.step.run(9, 0.1)
+    assert equal(loop.state(), undisturbed.state())
+
+
+def test_a_skipped_iteration_takes_its_data_only() -> None:
+    loop = Loop()
+    for iteration in range(1, 7):
+        loop.note(loop.step.skip(iteration) if iteration == 4 else loop.step.run(iteration, 0.1))
+    loop.note(loop.step.settle())
+    assert loop.done == [1, 2, 3, 4, 5, 6] and loop.skipped == [4]
+    assert [iteration for iteration, _ in loop.passes] == [1, 2, 3, 5, 6]
+
+
+def test_a_large_loss_that_comes_once_is_replayed_and_not_learned(undisturbed: Loop) -> None:
+    many = 52  # the 100 values of a baseline come from 50 iterations
+    loop = Loop(once(many, 1e6), length=130, check_for_spiky_loss=True)
+    same = Loop(length=130, check_for_spiky_loss=True)
+    assert not loop.run(54).should_exit and not same.run(54).should_exit
+    assert (many, 2) in loop.passes and len(same.passes) == 54
+    assert loop.losses == same.losses and equal(loop.state(), same.state())
+    assert loop.rerun.large_values.state_dict() == same.rerun.large_values.state_dict()

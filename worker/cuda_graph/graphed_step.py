@@ -1,0 +1,256 @@
+"""One training step after the other, each launched before the numbers of the one before are looked at.
+
+    step = GraphedStep(graph, optimizer, checks, rerun, data, take_batches)
+    for iteration in range(start, end):
+        report = step.run(iteration, lr)          # launches it; settles the iteration before
+        ...                                       # only what is in report.settled is done
+    report = step.settle()                        # before a save, an evaluation, an exit
+
+The graph judges its own numbers: a bad one closes the gate on the device, so that neither that iteration nor the one launched
+behind it changes a parameter. The host learns of it one step late, rewinds data, generators and registered buffers, and gives
+the iteration to the rerun machine, with the recorded numbers as its first pass. What the machine asks for is run by replaying
+the graph with the gate closed; once it says go on, the gate is opened and the optimizer uses the replay's gradients.
+
+Where the machine has more to ask than the graph's own checks (audits, statistics, injected errors, a case from a checkpoint,
+the first pass of a run), an iteration runs to its end before the next is launched. Source: DESIGN.md section 7.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rsup.worker.cuda_graph.contract import Batches, Code
+from rsup.worker.cuda_graph.device_checks import DeviceChecks
+from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.cuda_graph.late_reader import LateReader, Ticket
+from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph
+from rsup.worker.rerun.contract import Exit, RerunMode
+from rsup.worker.rerun.data_iterator import RerunDataIterator
+from rsup.worker.rerun.machine import GO_ON
+from rsup.worker.rerun.state_machine import RerunStateMachine
+
+
+class Settled(NamedTuple):
+    """An iteration that is done. `loss`, `grad_norm`: this rank's, None where nothing was computed or it is not used."""
+
+    iteration: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    skipped: bool = False
+    """Its data is used up, and parameters are as they were before it."""
+
+
+class StepReport(NamedTuple):
+    """What a call has settled, in order; and whether to leave: then the iteration behind the last settled one is the one that
+    was rejected, and parameters are as they were before it."""
+
+    exit: Exit = GO_ON
+    settled: tuple[Settled, ...] = ()
+
+
+class BeforePass(Protocol):
+    """Called before each pass of an iteration, on the host: for injected faults. `number`: 1 for its first pass."""
+
+    def __call__(self, iteration: int, number: int, batches: Batches) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """An iteration whose kernels are queued. `snapshot`: the state before it."""
+
+    iteration: int
+    lr: float
+    snapshot: Any
+    verdict: Ticket
+    figures: Ticket
+
+
+class GraphedStep:
+    """The iterations of one rank. All calls on the training thread; all collective.
+
+    `graph`: its forward_backward gets the batches, begins and judges `checks`, and returns the loss, `[]`, float32, leaving
+    reduced gradients in place. `take_batches`: draws one iteration's batches from `data`. `norm_names`: the messages of the
+    gradient checks, in their order. `on_replay`: called before each further pass of an iteration. `around`: entered around all
+    work on the device (the capture stream).
+    """
+
+    def __init__(
+        self,
+        graph: FullIterationGraph,
+        optimizer: OptimizerGraph,
+        checks: DeviceChecks,
+        rerun: RerunStateMachine,
+        data: RerunDataIterator,
+        take_batches: Callable[[], Batches],
+        norm_names: Sequence[str],
+        *,
+        before_pass: BeforePass | None = None,
+        on_replay: Callable[[], None] = lambda: None,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._graph = graph
+        self._optimizer = optimizer
+        self._checks = checks
+        self._rerun = rerun
+        self._data = data
+        self._take_batches = take_batches
+        self._norm_names = norm_names
+        self._before_pass = before_pass
+        self._on_replay = on_replay
+        self._around = around
+        self._is_checked = rerun.config.mode is not RerunMode.DISABLED
+        data.keeps_batches = self._is_checked
+        self._figures = torch.zeros(2, device=checks.gate.device)
+        """Loss and gradient norm of the step."""
+        self._verdict_reader = LateReader(checks.result)
+        self._figure_reader = LateReader(self._figures)
+        self._pending: _Launched | None = None
+        self._load_baselines()
+
+    # ------------------------------------------------------------------------------------------------------ the steps
+
+    def run(self, iteration: int, lr: float) -> StepReport:
+        """Launch `iteration` and settle the one before; where that is rejected, rerun it first. `StopIteration` of the data
+        passes through, before anything of the iteration was computed."""
+        with self._around():
+            if self._rerun.may_run_ahead:
+                return self._run_ahead(iteration, lr)
+            before = self._settle()
+            if before.exit.should_exit:
+                return before
+            now = self._run_to_end(iteration, lr)
+            return StepReport(now.exit, before.settled + now.settled)
+
+    def settle(self) -> StepReport:
+        """Wait for what was launched, rerun it where it is rejected: afterwards parameters are those of whole iterations."""
+        with self._around():
+            return self._settle()
+
+    def skip(self, iteration: int) -> StepReport:
+        """Take an iteration's data and compute nothing."""
+        report = self.settle()
+        if report.exit.should_exit:
+            return report
+        self._rerun.drop_pending(iteration)
+        self._data.advance()
+        self._take_batches()
+        return StepReport(GO_ON, (*report.settled, Settled(iteration, skipped=True)))
+
+    def reset(self) -> None:
+        """Forget what was launched and give up the graphs: the process groups, or the parameters, are about to go."""
+        self._pending = None
+        self._graph.reset()
+        self._optimizer.reset()
+
+    # ------------------------------------------------------------------------------------------------------ running ahead
+
+    def _run_ahead(self, iteration: int, lr: float) -> StepReport:
+        launched = self._launch(iteration, lr)
+        before, self._pending = self._pending, launched
+        if before is None:
+            return StepReport()
+        report = self._judge(before, num_launched=2)
+        if self._pending is None and not report.exit.should_exit:  # rewound: what was launched behind it counts for nothing
+            again = self.run(iteration, lr)
+            return StepReport(again.exit, report.settled + again.settled)
+        return report
+
+    def _settle(self) -> StepReport:
+        pending, self._pending = self._pending, None
+        return StepReport() if pending is None else self._judge(pending, num_launched=1)
+
+    def _launch(self, iteration: int, lr: float) -> _Launched:
+        self._data.advance(keeps_last=self._pending is not None)
+        snapshot = self._rerun.replay_state.capture()
+        batches = self._take_batches()
+        self._optimizer.set_lr(lr)
+        self._forward_backward(iteration, 1, batches)
+        verdict = self._verdict_reader.take()
+        self._update()
+        return _Launched(iteration, lr, snapshot, verdict, self._figure_reader.take())
+
+    def _judge(self, launched: _Launched, num_launched: int) -> StepReport:
+        """Accept an iteration, or rewind to before it and run it to its end. `num_launched`: it and those behind it."""
+        verdict = self._checks.parse(self._verdict_reader.read(launched.verdict))
+        if verdict.agreed is Code.CLEAN:
+            loss, grad_norm = self._figure_reader.read(launched.figures)
+            norms = verdict.values[-len(self._norm_names) :]
+            losses = verdict.values[: len(verdict.values) - len(norms)]
+            self._rerun.accept(launched.iteration, losses, dict(zip(self._norm_names, norms, strict=True)))
+            return StepReport(GO_ON, (Settled(launched.iteration, loss, grad_norm),))
+        self._pending = None
+        self._rerun.replay_state.restore(launched.snapshot)
+        if self._is_checked:
+            self._data.step_back(num_launched)
+        return self._run_to_end(launched.iteration, launched.lr, verdict.values, launched.snapshot)
+
+    # -------------------------------------------------------------------------------------------------- one step to its end
+
+    def _run_to_end(
+        self, iteration: int, lr: float, recorded: Sequence[float] | None = None, snapshot: Any = None
+    ) -> StepReport:
+        """All passes that the rerun machine asks for, and the update. `recorded`: what the first pass found when it was
+        launched, before the state went back to `snapshot`."""
+        batches: Batches = ()
+        loss, number, is_computed = 0.0, 0, False
+        while self._rerun.should_run_forward_backward(self._data, iteration):
+            number += 1
+            values, is_computed = recorded, recorded is None or number > 1
+            if number > 1:
+                self._on_replay()
+            if self._is_checked or is_computed:
+                batches = self._take_batches()
+            if is_computed:
+                loss, values = self._compute(iteration, number, batches)
+            assert values is not None
+            self._hand_in(values)
+        leave = self._rerun.should_checkpoint_and_exit()
+        if leave.should_exit:
+            return StepReport(leave)
+        self._checks.open_gate()
+        self._load_baselines()
+        if self._rerun.skip_step:
+            return StepReport(leave, (Settled(iteration, skipped=True),))
+        if not is_computed:  # the device's rule had rejected it, the host's did not: the gradients are gone
+            self._rerun.replay_state.restore(snapshot)
+            self._data.rewind()
+            loss, _ = self._compute(iteration, number + 1, self._take_batches())
+            self._checks.open_gate()
+        self._optimizer.set_lr(lr)
+        self._update()
+        _, grad_norm = self._figure_reader.read(self._figure_reader.take())
+        return StepReport(leave, (Settled(iteration, loss, grad_norm),))
+
+    def _compute(self, iteration: int, number: int, batches: Batches) -> tuple[float, Sequence[float]]:
+        """One pass, its loss, and the numbers of its checks; gradients stay in place."""
+        self._forward_backward(iteration, number, batches)
+        values = self._checks.parse(self._verdict_reader.read(self._verdict_reader.take())).values
+        loss, _ = self._figure_reader.read(self._figure_reader.take())
+        return loss, values
+
+    def _hand_in(self, values: Sequence[float]) -> None:
+        num_losses = len(values) - len(self._norm_names)
+        for loss in values[:num_losses]:
+            self._rerun.validate_loss(torch.tensor(loss))
+        for name, norm in zip(self._norm_names, values[num_losses:], strict=True):
+            self._rerun.validate_gradient(name, norm)
+
+    # ---------------------------------------------------------------------------------------------------- on the device
+
+    def _forward_backward(self, iteration: int, number: int, batches: Batches) -> None:
+        if self._before_pass is not None:
+            self._before_pass(iteration, number, batches)
+        loss = self._graph(batches, counts=number == 1).value
+        self._figures[0].copy_(loss)
+
+    def _update(self) -> None:
+        grad_norm = self._optimizer.step()
+        if grad_norm is not None:
+            self._figures[1].copy_(grad_norm)
+
+    def _load_baselines(self) -> None:
+        num_losses = self._checks.num_losses
+        self._checks.load_baselines(self._rerun.large_values, ["loss"] * num_losses, self._norm_names)
