@@ -55,6 +55,10 @@ class Decision:
     save_local: bool = False
 
 
+NOTHING = Decision(False, False, "")
+"""Training goes on, and nothing is saved."""
+
+
 def decide(plan: ExitPlan, asked: Asked, iteration: int) -> Decision:
     """What to do after `iteration`. Every way out saves, once, if there is where to; the first reason counts."""
     kind, reason = _way_out(plan, asked, iteration)

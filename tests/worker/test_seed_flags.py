@@ -17,17 +17,28 @@ from typing import Any
 
 import nvidia_resiliency_ext.inprocess
 import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import Board, SlotSample
 from rsup.supervisor.wire import UsageError
+from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph
 from rsup.worker.inprocess.entry_store import AttemptStore
+from rsup.worker.inprocess.groups import OldGroups
 from rsup.worker.inprocess.job_store import JobStore
+from rsup.worker.inprocess.leftovers import Leftovers
 from rsup.worker.inprocess.settings import InProcessSettings
+from rsup.worker.inprocess.timings import RestartTimings
 from rsup.worker.inprocess.wrapping import _Run
+from rsup.worker.reference import graph_training
 from rsup.worker.reference.command_line import STILL_TO_COME, make_parser, parse_options
+from rsup.worker.reference.hooks import make_sections
 from rsup.worker.reference.options import Options
+from rsup.worker.reference.ranks import joined
+from rsup.worker.reference.trainer import Trainer
+from rsup.worker.rerun.contract import RankDevice
 
 ANY = object()
 IMPLEMENTED, LATER, LAUNCHER = "implemented", "still to come", "launcher"
@@ -84,16 +95,16 @@ SEED_FLAGS = [
     ("--log-memory-interval", None, "2.3", LATER),
     ("--save-grads", False, "2.4", LATER),
     ("--save-wgrads", False, "2.4", LATER),
-    ("--cuda-graph-impl", "none", "3", LATER),
-    ("--cuda-graph-warmup-steps", 3, "3.1", LATER),
-    ("--cuda-graph-use-single-mempool", True, "3.1", LATER),
-    ("--optimizer-cuda-graph", False, "3.2", LATER),
+    ("--cuda-graph-impl", "none", "3", IMPLEMENTED),
+    ("--cuda-graph-warmup-steps", 3, "3.1", IMPLEMENTED),
+    ("--cuda-graph-use-single-mempool", True, "3.1", IMPLEMENTED),
+    ("--optimizer-cuda-graph", False, "3.2", IMPLEMENTED),
     ("--cuda-graph-modules", (), "3.3", LATER),
     ("--attention-dropout", ANY, "3.3", IMPLEMENTED),
     ("--hidden-dropout", ANY, "3.3", IMPLEMENTED),
     ("--moe-input-jitter-eps", None, "3.3", LATER),
     ("--cpu-offloading", False, "3.3", LATER),
-    ("--fine-grained-offloading-max-inflight-offloads", None, "3.3", LATER),
+    ("--fine-grained-offloading-max-inflight-offloads", None, "3.3", IMPLEMENTED),
     ("--moe-expert-rank-capacity-factor", None, "5", LATER),
     ("--empty-unused-memory-level", 0, "5", IMPLEMENTED),
 ]
@@ -405,6 +416,9 @@ def wrapper_of(*arguments: str) -> tuple[dict[str, Any], InProcessSettings]:
     run = _Run.__new__(_Run)
     run._settings, run._world_size, run._local_world_size, run._death = settings, 4, 2, 0
     run._attempt_store, run._store = AttemptStore("127.0.0.1", 1), JobStore("127.0.0.1", 1)
+    run._timings = RestartTimings()
+    run._groups = OldGroups(run._timings)
+    run._leftovers = Leftovers(run._store, print, lambda *_: None)
     made: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvidia_resiliency_ext.inprocess, "Wrapper", lambda **parts: made.update(parts))
@@ -452,6 +466,7 @@ def the_cache_is_emptied(bench: Bench) -> None:
         calls: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.cuda.is_initialized", lambda: True)
+            patch.setattr("rsup.worker.inprocess.callbacks.devices_in_use", list)
             patch.setattr("torch.cuda.empty_cache", lambda calls=calls: calls.append(1))
             made["finalize"]._clean_up = lambda: None
             made["finalize"]._leave()
@@ -476,7 +491,66 @@ def soft_hard_and_barrier_are_passed_on(bench: Bench) -> None:
     assert [made[f"{name}_timeout"].total_seconds() for name in ("soft", "hard", "barrier")] == [3, 4, 70]
 
 
+def made_of(*arguments: str) -> tuple[Trainer, dict[str, dict[str, Any]]]:
+    """A trainer of one rank, and what its graphs were made with: `training`, `evaluation`, `optimizer`."""
+    options = parse_options([*(f"--{option}" for option in TINY.split()), "--device", "cpu", *arguments], world_size=1)
+    made: dict[str, dict[str, Any]] = {}
+
+    class Recorded(FullIterationGraph):
+        def __init__(self, *parts: Any, **chosen: Any) -> None:
+            made[chosen["name"]] = chosen
+            super().__init__(*parts, **chosen)
+
+    class RecordedOptimizer(OptimizerGraph):
+        def __init__(self, *parts: Any, **chosen: Any) -> None:
+            made["optimizer"] = chosen
+            super().__init__(*parts, **chosen)
+
+    with pytest.MonkeyPatch.context() as patch, joined(torch.device("cpu"), 30) as ranks:
+        patch.setattr(graph_training, "FullIterationGraph", Recorded)
+        patch.setattr(graph_training, "OptimizerGraph", RecordedOptimizer)
+        return Trainer(options, ranks, make_sections(False, 0), False, RankDevice("CPU-a")), made
+
+
+GRAPH = ("--cuda-graph-impl", "full_iteration")
+
+
+def iterations_become_a_graph(bench: Bench) -> None:
+    """That both ways give the same: `test_graph_trainer.py`."""
+    assert made_of()[1] == {}
+    assert set(made_of(*GRAPH)[1]) == {"training", "evaluation", "optimizer"}
+
+
+def the_graphs_warm_up(bench: Bench) -> None:
+    for flags, steps in (((), 3), (("--cuda-graph-warmup-steps", "5"), 5)):
+        assert {chosen["warmup_steps"] for chosen in made_of(*GRAPH, *flags)[1].values()} == {steps}
+
+
+def the_graphs_share_memory(bench: Bench) -> None:
+    for flags, shared in (((), True), (("--no-cuda-graph-use-single-mempool",), False)):
+        made = made_of(*GRAPH, *flags)[1]
+        (capture,) = {chosen["capture"] for chosen in made.values()}
+        assert capture.use_single_mempool is shared
+
+
+def the_optimizer_becomes_a_graph(bench: Bench) -> None:
+    for flags, captures in (((), False), (("--optimizer-cuda-graph",), True)):
+        assert made_of(*GRAPH, *flags)[1]["optimizer"]["captures"] is captures
+
+
+def copies_in_flight_are_limited(bench: Bench) -> None:
+    assert made_of()[0].module.offload is None
+    limit = ("--activation-offload", "--fine-grained-offloading-max-inflight-offloads", "2")
+    offload = made_of(*GRAPH, *limit)[0].module.offload
+    assert offload is not None and offload.max_inflight == 2
+
+
 EFFECTS: dict[str, Callable[[Bench], None]] = {
+    "--cuda-graph-impl": iterations_become_a_graph,
+    "--cuda-graph-warmup-steps": the_graphs_warm_up,
+    "--cuda-graph-use-single-mempool": the_graphs_share_memory,
+    "--optimizer-cuda-graph": the_optimizer_becomes_a_graph,
+    "--fine-grained-offloading-max-inflight-offloads": copies_in_flight_are_limited,
     "--inprocess-restart": training_is_entered_again,
     **{f"--inprocess-{name.replace('_', '-')}": reaches_nvrx(name) for name in IN_PROCESS_TIMES},
     **{f"--inprocess-{name}-timeout": soft_hard_and_barrier_are_passed_on for name in ("soft", "hard", "barrier")},
@@ -531,7 +605,7 @@ def test_a_request_is_taken_up_once_and_reported(bench: Bench, leave: bool) -> N
     messages = bench.agent.receive_all()
     saves = [message for message in messages if isinstance(message, wire.RankCheckpoint)]
     done = [message for message in messages if isinstance(message, wire.RankRequestDone)]
-    assert [message.request_id for message in done] == ["request-1"]
+    assert [(message.request_id, message.done, message.message) for message in done] == [("request-1", True, "")]
     assert done[0].iteration == saves[0].iteration
     assert len(saves) == (1 if leave else 2)
     assert saves[0].path == str(bench.save / f"iter_{saves[0].iteration:07d}")
@@ -546,5 +620,6 @@ def test_a_save_that_cannot_be_is_said_and_ends_the_request(bench: Bench) -> Non
     run.signal(0, signal.SIGTERM)
     assert run.finish() == [0]
     messages = bench.agent.receive_all()
-    assert [message.request_id for message in messages if isinstance(message, wire.RankRequestDone)] == ["request-1"]
+    (answer,) = [message for message in messages if isinstance(message, wire.RankRequestDone)]
+    assert (answer.request_id, answer.done, answer.message) == ("request-1", False, "the trainer has no --save")
     assert any(isinstance(message, wire.RankNote) and "no --save" in message.text for message in messages)

@@ -76,9 +76,14 @@ def test_a_newer_attempt_makes_the_stale_one_end_without_committing(runs, tmp_pa
 def test_another_job_in_the_directory_ends_the_first_for_good(runs, tmp_path: Path) -> None:
     run = runs.start(1, *LONG, "--save", str(tmp_path), "--save-interval", "5")
     run.wait_for(lambda: "iteration 5 is durable" in run.text(), "a checkpoint")
-    CheckpointDirectory(tmp_path).claim("another", 1)
+    refused = runs.run(1, *LONG, "--save", str(tmp_path), job="another")
+    assert refused.codes() == [EXIT_NO_REQUEUE] and run.codes() == [None]
+    told = refused.text().splitlines()[-1]
+    assert f"error: {tmp_path} holds checkpoints of job job, the newest of iteration " in told and "is job another: " in told
+    taken = runs.run(1, "--iterations", "5", "--save", str(tmp_path), "--load", str(tmp_path), job="another")
+    assert taken.codes() == [0] and f"warning: {tmp_path} was job job's" in taken.text()
     assert run.finish() == [EXIT_NO_REQUEUE]
-    assert "job another has taken the checkpoint directory" in run.text().splitlines()[-1]
+    assert "has taken the checkpoint directory" in run.text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["hang", "gil-hang", "sigstop"])

@@ -2,25 +2,32 @@
 
 import torch
 
+from rsup.worker.activation_offload import ActivationOffload
 from rsup.worker.numeric_faults import poisons
 from rsup.worker.reference.data import Text
+from rsup.worker.reference.eager_training import EagerSteps
 from rsup.worker.reference.micro_batches import MicroBatches
 from rsup.worker.reference.model import GPT
 from rsup.worker.reference.optimizer_schedule import LearningRate
 from rsup.worker.reference.options import Options
-from rsup.worker.reference.worker_batches import WorkerBatches
+from rsup.worker.reference.stepper import StepParts, Stepper
+from rsup.worker.reference.worker_batches import WorkerReader
 
 
-def make_model(options: Options) -> GPT:
-    """The model that the options describe, freshly initialised from torch's generator."""
-    return GPT(
+def make_model(options: Options, device: torch.device) -> GPT:
+    """The model that the options describe, freshly initialised from torch's generator, on `device`."""
+    model = GPT(
         options.num_layers,
         options.hidden_size,
         options.num_attention_heads,
         options.seq_length,
         options.attention_dropout,
         options.hidden_dropout,
+        options.recompute_granularity,
     )
+    if options.activation_offload:
+        model.offload = ActivationOffload(device, options.fine_grained_offloading_max_inflight_offloads)
+    return model.to(device)
 
 
 def make_optimizer(module: torch.nn.Module, options: Options) -> torch.optim.AdamW:
@@ -48,13 +55,24 @@ def make_schedule(options: Options) -> LearningRate:
 
 def make_loader(text: Text, options: Options, rank: int) -> MicroBatches:
     """That rank's micro-batches of the training split."""
-    of_this_rank = (text, rank, options.micro_batch_size, options.samples_per_pass, options.global_batch_size)
-    if not options.num_workers:
-        return MicroBatches(*of_this_rank, poisons(options.fault, rank))
-    return WorkerBatches(
-        *of_this_rank,
+    reader = None
+    if options.num_workers:
+        reader = WorkerReader(options.num_workers, options.dataloader_start_method, options.worker_signals)
+    return MicroBatches(
+        text,
+        rank,
+        options.micro_batch_size,
+        options.samples_per_pass,
+        options.global_batch_size,
         poisons(options.fault, rank),
-        num_workers=options.num_workers,
-        start_method=options.dataloader_start_method,
-        signals=options.worker_signals,
+        reader,
     )
+
+
+def make_stepper(parts: StepParts) -> Stepper:
+    """What runs the iterations, and attaches the module to the rerun machine. Collective."""
+    if not parts.options.is_graphed:
+        return EagerSteps(parts)
+    from rsup.worker.reference.graph_training import GraphedSteps  # nobody else needs it
+
+    return GraphedSteps(parts)

@@ -10,9 +10,11 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from rsup.supervisor.wire import UsageError
+from rsup.worker.cuda_graph.constraints import check_constraints
+from rsup.worker.cuda_graph.contract import ConstraintError
 from rsup.worker.exit_policy import may_save_at, problem_of_phases
 from rsup.worker.faults import Fault, check_fault, parse_any_fault
-from rsup.worker.inprocess.settings import check_settings
+from rsup.worker.inprocess.settings import InProcessSettings, check_settings
 from rsup.worker.local_checkpoint_plan import check_replication
 from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.phases import current_phase
@@ -22,9 +24,7 @@ _STILL_TO_COME = """
     --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
     --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
     --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
-    --cuda-graph-impl --cuda-graph-warmup-steps --cuda-graph-modules --cuda-graph-use-single-mempool --optimizer-cuda-graph
-    --cpu-offloading --fine-grained-offloading-max-inflight-offloads
-    --moe-expert-rank-capacity-factor --moe-input-jitter-eps
+    --cuda-graph-modules --cpu-offloading --moe-expert-rank-capacity-factor --moe-input-jitter-eps
 """
 STILL_TO_COME = frozenset(_STILL_TO_COME.split())
 """Options that the trainer will have; today they are refused rather than taken without effect."""
@@ -116,17 +116,20 @@ def _check(options: Options) -> None:
         raise UsageError("--lr-decay-style WSD and --lr-wsd-decay-samples go together")
     if options.save_interval is not None and options.save is None:
         raise UsageError("--save-interval needs --save")
+    if options.exit_on_missing_checkpoint and options.load_dir is None:
+        raise UsageError("--exit-on-missing-checkpoint needs --load or --save")
+    if not options.distributed_timeout_minutes:
+        raise UsageError("--distributed-timeout-minutes must be more than 0")
     _check_local_saves(options)
     _check_ways_out(options)
+    _check_computation(options)
     if options.enable_ft_package and options.save is None:
         raise UsageError("--enable-ft-package needs --save")
     if options.calc_ft_timeouts and not options.enable_ft_package:
         raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
     if (options.rerun_mode == "audit") != (options.rerun_audit_interval is not None):
         raise UsageError("--rerun-mode audit and --rerun-audit-interval go together")
-    if options.inprocess_restart:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_settings(options.inprocess_settings, options.world_size, local_world_size)
+    _check_in_process(options)
     local = options.non_persistent_save_interval
     for fault in options.fault:
         check_fault(
@@ -137,6 +140,31 @@ def _check(options: Options) -> None:
         )
 
 
+def _check_in_process(options: Options) -> None:
+    if options.inprocess_restart:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_settings(options.inprocess_settings, options.world_size, local_world_size)
+        return
+    for name, default in vars(InProcessSettings()).items():
+        if getattr(options, f"inprocess_{name}") != default:
+            raise UsageError(f"--inprocess-{name.replace('_', '-')} needs --inprocess-restart")
+
+
+def _check_computation(options: Options) -> None:
+    for name in ("num_model_chunks", "optimizer_cuda_graph", *(n for n in vars(options) if n.startswith("cuda_graph_"))):
+        if not options.is_graphed and getattr(options, name) != getattr(Options, name):
+            negated = "no-" if getattr(Options, name) is True else ""
+            raise UsageError(f"--{negated}{name.replace('_', '-')} needs --cuda-graph-impl full_iteration")
+    if options.num_layers % options.num_model_chunks:
+        raise UsageError(f"--num-layers {options.num_layers} is not divisible by --num-model-chunks {options.num_model_chunks}")
+    if options.fine_grained_offloading_max_inflight_offloads is not None and not options.activation_offload:
+        raise UsageError("--fine-grained-offloading-max-inflight-offloads needs --activation-offload")
+    try:
+        check_constraints(options.graph_facts)
+    except ConstraintError as error:
+        raise UsageError(str(error)) from None
+
+
 def _check_local_saves(options: Options) -> None:
     interval, kind = options.non_persistent_save_interval, options.non_persistent_ckpt_type
     if (interval is None) != (kind is None):
@@ -145,6 +173,10 @@ def _check_local_saves(options: Options) -> None:
         raise UsageError("--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir go together")
     if options.replication_jump is not None and not options.replication:
         raise UsageError("--replication-jump needs --replication")
+    if options.replication_factor != Options.replication_factor and not options.replication:
+        raise UsageError("--replication-factor needs --replication")
+    if options.non_persistent_local_ckpt_algo != Options.non_persistent_local_ckpt_algo and interval is None:
+        raise UsageError("--non-persistent-local-ckpt-algo needs --non-persistent-save-interval")
     if options.replication and interval is None:
         raise UsageError("--replication needs --non-persistent-save-interval")
     if options.replicas is not None:
@@ -163,6 +195,8 @@ def _check_local_saves(options: Options) -> None:
 def _check_ways_out(options: Options) -> None:
     if options.exit_signal and not options.exit_signal_handler:
         raise UsageError("--exit-signal needs --exit-signal-handler")
+    if options.exit_duration_in_mins == 0:
+        raise UsageError("--exit-duration-in-mins must be more than 0")
     if options.dataloader_start_method and not options.num_workers:
         raise UsageError("--dataloader-start-method needs --num-workers")
     ends, phase = options.phase_transition_iterations, current_phase()

@@ -32,12 +32,12 @@ class IntervalLog:
         finally:
             self._since_s = time.monotonic()
 
-    def add(self, loss: torch.Tensor | None) -> None:
+    def add(self, loss: torch.Tensor | float | None) -> None:
         """One iteration more; None: its computation was skipped."""
         if loss is None:
             self._num_skipped += 1
         else:
-            self._losses.append(loss)
+            self._losses.append(loss if isinstance(loss, torch.Tensor) else torch.tensor(loss))
         self._count += 1
 
     @property

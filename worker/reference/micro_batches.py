@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rsup.worker.reference.data import Text
+from rsup.worker.reference.worker_batches import WorkerReader
 
 Batch = dict[str, torch.Tensor]
 
@@ -14,7 +15,8 @@ class MicroBatches:
     """Endless iterator of `{"text": [batch, sequence + 1] int64, "weight": [batch] float32}`, on the CPU.
 
     A weight is how much the sample counts in the loss: 1, or NaN where `is_poisoned(iteration)` says that the data of this
-    rank are bad. The position is the next sample of the whole job; `state_dict` holds it, and `seek` goes to another.
+    rank are bad. The position is the next sample of the whole job; `state_dict` holds it, and `seek` goes to another. `reader`:
+    processes that read ahead; None: it is read when it is asked for.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class MicroBatches:
         samples_per_pass: int,
         global_batch_size: int,
         is_poisoned: Callable[[int], bool],
+        reader: WorkerReader | None = None,
     ) -> None:
         self._text = text
         self._offset = rank * micro_batch_size
@@ -32,6 +35,7 @@ class MicroBatches:
         self._samples_per_pass = samples_per_pass
         self._global_batch_size = global_batch_size
         self._is_poisoned = is_poisoned
+        self._reader = reader
         self._base = 0
         self.seek(0, 0)
 
@@ -45,10 +49,14 @@ class MicroBatches:
         self._base = base
 
     def close(self) -> None:
-        """End what reads ahead; here nothing does."""
+        """End what reads ahead; it begins again with the next micro-batch."""
+        if self._reader is not None:
+            self._reader.close()
 
     def _read(self, first: int) -> torch.Tensor:
-        return self._text.samples(first + self._offset, self._micro_batch_size)
+        if self._reader is None:
+            return self._text.samples(first + self._offset, self._micro_batch_size)
+        return self._reader.read(self._text, self._offset, self._micro_batch_size, first, self._samples_per_pass)
 
     def __iter__(self) -> "MicroBatches":
         return self

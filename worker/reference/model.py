@@ -1,21 +1,27 @@
 """A byte-level GPT: pre-norm blocks, learned positions, tied embeddings."""
 
+import contextlib
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from rsup.worker.activation_offload import ActivationOffload
 
 VOCABULARY_SIZE = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention with dropout on the attention weights."""
+    """Causal self-attention with dropout on the attention weights. `recomputes`: its core is computed again in backward."""
 
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float, recomputes: bool) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
+        self.recomputes = recomputes
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.projection = nn.Linear(hidden_size, hidden_size)
 
@@ -24,19 +30,28 @@ class Attention(nn.Module):
         batch, length, size = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.num_heads, size // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        if self.recomputes and torch.is_grad_enabled():
+            mixed = _recomputed(self._core, self.dropout > 0, query, key, value)
+        else:
+            mixed = self._core(query, key, value)
         out: torch.Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, length, size))
         return out
+
+    def _core(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 class Block(nn.Module):
     """Attention and a four times wider feed-forward layer, each on a residual path."""
 
-    def __init__(self, hidden_size: int, num_heads: int, attention_dropout: float, hidden_dropout: float) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, attention_dropout: float, hidden_dropout: float, recompute: str | None
+    ) -> None:
         super().__init__()
+        self.recomputes = recompute == "full"
         self.attention_norm = nn.LayerNorm(hidden_size)
-        self.attention = Attention(hidden_size, num_heads, attention_dropout)
+        self.attention = Attention(hidden_size, num_heads, attention_dropout, recompute == "selective")
         self.mlp_norm = nn.LayerNorm(hidden_size)
         self.mlp_in = nn.Linear(hidden_size, 4 * hidden_size)
         self.mlp_out = nn.Linear(4 * hidden_size, hidden_size)
@@ -44,14 +59,26 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [batch, sequence, hidden]."""
+        if self.recomputes and torch.is_grad_enabled():
+            return _recomputed(self._compute, self.dropout.p > 0 or self.attention.dropout > 0, hidden)
+        return self._compute(hidden)
+
+    def _compute(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         wide = functional.gelu(self.mlp_in(self.mlp_norm(hidden)))
         out: torch.Tensor = hidden + self.dropout(self.mlp_out(wide))
         return out
 
 
+def _recomputed(function: Any, draws: bool, *inputs: torch.Tensor) -> torch.Tensor:
+    """The same, computed again in the backward pass. `draws`: with the same random numbers, whose state is then kept on the
+    host: nothing for a CUDA graph."""
+    out: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=draws)
+    return out
+
+
 class GPT(nn.Module):
-    """Predicts the next byte."""
+    """Predicts the next byte. `recompute`: `full` for whole blocks, `selective` for the core of the attention."""
 
     def __init__(
         self,
@@ -61,12 +88,17 @@ class GPT(nn.Module):
         seq_length: int,
         attention_dropout: float,
         hidden_dropout: float,
+        recompute: str | None = None,
     ) -> None:
         super().__init__()
+        self.offload: ActivationOffload | None = None
+        """Where activations are until the backward pass."""
         self.tokens = nn.Embedding(VOCABULARY_SIZE, hidden_size)
         self.positions = nn.Embedding(seq_length, hidden_size)
         self.dropout = nn.Dropout(hidden_dropout)
-        self.blocks = nn.ModuleList(Block(hidden_size, num_heads, attention_dropout, hidden_dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(hidden_size, num_heads, attention_dropout, hidden_dropout, recompute) for _ in range(num_layers)
+        )
         self.norm = nn.LayerNorm(hidden_size)
         self._initialise(num_layers)
 
@@ -81,13 +113,26 @@ class GPT(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy, in nats per byte, of each byte given those before it. `text`: [batch, sequence + 1], int64."""
-        inputs, targets = text[:, :-1], text[:, 1:]
-        places = torch.arange(inputs.shape[1], device=text.device)
-        hidden = self.dropout(self.tokens(inputs) + self.positions(places))
-        for block in self.blocks:
-            hidden = block(hidden)
+        with self.saving():
+            hidden = self.embed(text[:, :-1])
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.loss(hidden, text[:, 1:])
+
+    def embed(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the first block gets, [batch, sequence, hidden], for `inputs`: [batch, sequence], int64."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        out: torch.Tensor = self.dropout(self.tokens(inputs) + self.positions(places))
+        return out
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, [], for what the last block gives and `targets`: [batch, sequence], int64."""
         logits = functional.linear(self.norm(hidden), self.tokens.weight)
         return functional.cross_entropy(logits.reshape(-1, VOCABULARY_SIZE), targets.reshape(-1))
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch: what it saves goes to host memory, where that is asked for."""
+        return contextlib.nullcontext() if self.offload is None else self.offload.saving(self.parameters())
 
 
 def mean_loss(model: nn.Module, text: torch.Tensor, bf16: bool) -> torch.Tensor:

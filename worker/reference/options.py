@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from rsup.worker.cuda_graph.graph_facts import GraphFacts, facts_of_environment
 from rsup.worker.exit_policy import ExitPlan
 from rsup.worker.faults import Fault, parse_any_fault
 from rsup.worker.inprocess.settings import GRANULARITIES, InProcessSettings
@@ -17,6 +18,9 @@ from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.phases import current_phase
 from rsup.worker.reference.optimizer_schedule import DECAY_STYLES
 from rsup.worker.rerun.contract import INJECTION_TYPES, ON_APPLICATION, ON_TRANSIENT, RERUN_MODES, RerunConfig, rerun_mode
+
+RECOMPUTE_GRANULARITIES = ("full", "selective")
+"""Megatron-LM's names: whole blocks, or the core of the attention."""
 
 
 def _flag(default: Any, help: str, kind: Any = None, *aliases: str, choices: Sequence[Any] = ()) -> Any:
@@ -89,6 +93,24 @@ class Options:
     attention_dropout: float = _flag(0.1, "dropout on attention weights", _probability)
     hidden_dropout: float = _flag(0.1, "dropout on hidden states", _probability)
     bf16: bool = _flag(False, "compute in bfloat16 (parameters stay float32)")
+    num_model_chunks: int = _flag(1, "parts of the model that are run one after the other, each with data of its own", _whole)
+    recompute_granularity: str | None = _flag(
+        None, "compute again in the backward pass: whole blocks, or attention only", str, choices=RECOMPUTE_GRANULARITIES
+    )
+    activation_offload: bool = _flag(False, "keep activations in host memory until the backward pass; without effect on a CPU")
+    fine_grained_offloading_max_inflight_offloads: int | None = _flag(
+        None, "copies of activations to host memory that may be on their way; more wait", _not_negative
+    )
+
+    cuda_graph_impl: str = _flag(
+        "none", "compute an iteration kernel by kernel, or replay it as a graph", str, choices=("none", "full_iteration")
+    )
+    optimizer_cuda_graph: bool = _flag(False, "replay the optimizer's step as a graph too")
+    cuda_graph_warmup_steps: int = _flag(3, "iterations before the one in which a graph is captured", _not_negative)
+    cuda_graph_use_single_mempool: bool = _flag(True, "one memory pool for all graphs (default)")
+    cuda_graph_fallback: str = _flag(
+        "raise", "where an iteration cannot be captured: fail, or go on without a graph", str, choices=("raise", "eager")
+    )
 
     lr: float = _flag(3e-3, "highest learning rate", _rate)
     min_lr: float = _flag(0.0, "lowest learning rate", _rate)
@@ -214,6 +236,19 @@ class Options:
     def num_microbatches(self) -> int:
         """Forward and backward passes of an iteration."""
         return self.global_batch_size // self.samples_per_pass
+
+    @property
+    def is_graphed(self) -> bool:
+        """Iterations are run as a graph (on a CPU: the same way, without one)."""
+        return self.cuda_graph_impl != "none"
+
+    @property
+    def graph_facts(self) -> GraphFacts:
+        """What `cuda_graph.constraints` judges."""
+        names = [fact.name for fact in fields(GraphFacts)]
+        known: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        known |= facts_of_environment(os.environ)
+        return GraphFacts(**known, state_moves=self.offload_optimizer_during_evaluation)
 
     @property
     def load_dir(self) -> Path | None:

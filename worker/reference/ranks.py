@@ -15,6 +15,7 @@ import rsup.worker
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import UsageError
+from rsup.worker.cuda_graph.lifecycle import destroy_process_group
 from rsup.worker.inprocess.entry import current_entry, finish_backend_init
 from rsup.worker.rerun.contract import RankDevice
 
@@ -63,7 +64,7 @@ def joined(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     control, saving = _gloo_group(timeout), _gloo_group(timeout)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     yield Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control, saving)
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:

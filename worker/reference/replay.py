@@ -52,7 +52,7 @@ def _replay(order: ReplayOrder, step: KeptStep, options: Options, deterministic:
         raise RerunError("torch cannot use the GPU here")
     device = torch.device(order.kind, 0) if order.kind == "cuda" else torch.device("cpu")
     with joined(device, 600.0):
-        module = make_model(options).to(device)
+        module = make_model(options, device)
         _load_from_checkpoint(module, step)
         faults = [parse_numeric_fault(order.fault)] if order.fault else []
         corruption = Corruption(faults, step.rank, order.uuid, MemoryMarks(), module)

@@ -26,6 +26,7 @@ from rsup.worker.checkpoint_directory import COMMIT_FILE, CheckpointDirectory, C
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
 from rsup.worker.reference.state import Restorable
+from rsup.worker.unreadable import why_unreadable
 
 FOLDER = "rerun"
 LAYOUT_OPTIONS = ("micro_batch_size", "global_batch_size", "seq_length")
@@ -49,7 +50,7 @@ def save_beside(
     """Keep the ranks' states beside a durable checkpoint; return why that failed, empty if it did not. Collective."""
     directory = CheckpointDirectory(checkpoint.parent / FOLDER, keep=1)
     try:
-        owner = claim_for_all(directory, *job, ranks.saving)
+        owner = claim_for_all(directory, *job, ranks.saving, on_purpose=True)  # its checkpoints are this job's
     except CheckpointError as error:
         return str(error)
     saver = Checkpointer(directory, owner, ranks.saving)
@@ -80,8 +81,8 @@ def load_state(found: Restorable, options: Options, ranks: Ranks, warn: Callable
     mine, problem = None, ""
     try:
         mine = _read(source, ranks.rank)
-    except (CheckpointError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (CheckpointError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        problem = why_unreadable(error)
     problems = [""] * ranks.world_size
     dist.all_gather_object(problems, problem, group=ranks.control)
     if any(problems):

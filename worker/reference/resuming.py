@@ -18,10 +18,14 @@ from rsup.worker.reference.state import Progress, Restorable
 
 
 def find_newest(
-    load_dir: Path, local: LocalCheckpointer | None, group: dist.ProcessGroup, warn: Callable[[str], None]
+    load_dir: Path,
+    local: LocalCheckpointer | None,
+    group: dist.ProcessGroup,
+    warn: Callable[[str], None],
+    job_key: str = "",
 ) -> Restorable | None:
     """The newest whole checkpoint of both kinds, the durable one where both are of one iteration. One that is damaged is
-    passed over with a warning. Collective."""
+    passed over with a warning. `job_key`: only that job's. Collective."""
     directory = CheckpointDirectory(load_dir)
     listed: list[list[int]] = [directory.iterations() if dist.get_rank(group) == 0 else []]
     dist.broadcast_object_list(listed, src=dist.get_global_rank(group, 0), group=group)
@@ -33,6 +37,8 @@ def find_newest(
             found = local.open(*kept.pop(0))
         else:
             found = check_whole(directory.folder(durable.pop(0)), group, warn)
+            if found is not None and job_key not in ("", found.commit.job_key):
+                continue
         if found is not None:
             return found
     return None

@@ -87,7 +87,11 @@ class Saves:
     def _make_checkpointer(self) -> Checkpointer | None:
         if self._directory is None:
             return None
-        owner = claim_for_all(self._directory, *self._job, self._ranks.saving)
+        options = self._options
+        on_purpose = options.load is not None and options.load_dir == options.save_dir
+        owner = claim_for_all(self._directory, *self._job, self._ranks.saving, on_purpose)
+        if owner.took_from:
+            self._warn(f"{options.save_dir} was job {owner.took_from}'s and is this job's now: that one commits no more")
         checkpointer = Checkpointer(self._directory, owner, self._ranks.saving, self._faults.while_saving, _report_commit)
         if (entry := current_entry()) is not None:
             entry.at_restart(checkpointer.abandon)
@@ -98,10 +102,12 @@ class Saves:
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; where it stands, None if there is none. Collective."""
         options, load_dir = self._options, self._options.load_dir
+        local = self._local.checkpointer if self._local is not None else None
         found = None
-        if load_dir is not None:
-            is_own = self._local is not None and load_dir == options.save_dir
-            local = self._local.checkpointer if self._local is not None and is_own else None
+        if options.save_dir is not None and load_dir != options.save_dir:  # a restart goes on from what this job has saved
+            found = find_newest(options.save_dir, local, self._ranks.saving, self._warn, self._job[0])
+        if found is None and load_dir is not None:
+            local = local if load_dir == options.save_dir else None
             found = find_newest(load_dir, local, self._ranks.saving, self._warn)
         if found is None:
             if options.exit_on_missing_checkpoint:

@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say; return the exit code. Raises `RsupError` for what a person can put right."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse_options(given)
+    if fault := os.environ.get("FT_SIM_FAULT_DESC"):
+        raise UsageError(f"FT_SIM_FAULT_DESC={fault} has no effect here: use --fault rank=R,iteration=I,kind=K, or unset it")
     if options.save_dir is not None:
         CheckpointDirectory(options.save_dir).make()
     rsup.worker.init()

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import rsup.worker
 from rsup.supervisor.places import runtime_dir
 from rsup.worker.agreement import Agreement
-from rsup.worker.corruption import Corruption
 from rsup.worker.deadline import read_deadline
-from rsup.worker.deterministic import parameter_digest, rank_order_hook
-from rsup.worker.exit_policy import Decision, decide
+from rsup.worker.deterministic import parameter_digest
+from rsup.worker.exit_policy import NOTHING, Asked, Decision, decide
 from rsup.worker.exit_signals import ExitSignals
 from rsup.worker.faults import FaultPlan, StrikeMarks
 from rsup.worker.inprocess.entry import current_entry
@@ -23,7 +21,7 @@ from rsup.worker.loader_state import ResumableLoader
 from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.optimizer_offload import OptimizerOffload
 from rsup.worker.phases import current_phase
-from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule
+from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule, make_stepper
 from rsup.worker.reference.data import load_text
 from rsup.worker.reference.evaluate import evaluate
 from rsup.worker.reference.hooks import Sections
@@ -34,7 +32,7 @@ from rsup.worker.reference.program import program_of
 from rsup.worker.reference.ranks import Ranks, job_identity
 from rsup.worker.reference.saving import Saves
 from rsup.worker.reference.state import Progress, prepare_optimizer, seed_for
-from rsup.worker.reference.training_step import TrainingStep
+from rsup.worker.reference.stepper import Report, Scalar, StepParts
 from rsup.worker.rerun.contract import EXIT_ELSEWHERE, Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.skip_list import iterations_to_skip
@@ -52,20 +50,16 @@ class Trainer:
         self.progress = Progress()
         self.training, self.validation = load_text(options.data_path, options.seq_length, options.seed)
         seed_for(options.seed, 0, -1)
-        self.module = make_model(options).to(ranks.device)
+        self.module = make_model(options, ranks.device)
         self.optimizer = make_optimizer(self.module, options)
         prepare_optimizer(self.optimizer)
-        self._offload = OptimizerOffload(self.optimizer)
+        self._offload = OptimizerOffload(self.optimizer, [])  # the stepper knows which graph reads its state
         seed_for(options.seed, ranks.rank, 0)
-        self.ddp = DistributedDataParallel(
-            self.module, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None
-        )
         self.schedule = make_schedule(options)
         self._device = device
         job = job_key, _ = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
         marks = StrikeMarks(marker_dir(options), job_key)
-        corruption = Corruption(options.fault, ranks.rank, device.uuid, marks, self.module)
         self.rerun = RerunStateMachine(
             options.rerun_config,
             device=device,
@@ -73,18 +67,32 @@ class Trainer:
             group=ranks.control,
             ledger_folder=options.save_dir,
             seed=options.seed,
-            injected=corruption.is_armed,
+            injected=any(isinstance(fault, NumericFault) for fault in options.fault),
         )
-        self.rerun.attach(self.ddp, self.optimizer, hook=rank_order_hook if deterministic else None)
         self.rerun.program.update(program_of(options, deterministic))
         self._source = source = make_loader(self.training, options, ranks.rank)
         if (entry := current_entry()) is not None:
             entry.at_restart(source.close)
         self._loader = ResumableLoader(source, options.require_loader_state)
         data = RerunDataIterator(self._loader)
-        self._step = TrainingStep(
-            options, self.ddp, self.optimizer, ranks.device, data, self.rerun, corruption, self._faults, sections
+        parts = StepParts(
+            options,
+            ranks,
+            self.module,
+            self.optimizer,
+            self.rerun,
+            data,
+            self._faults,
+            marks,
+            sections,
+            device.uuid,
+            deterministic,
+            self._consumed_before,
         )
+        self._step = make_stepper(parts)
+        self._offload.invalidate.append(self._step.optimizer_moves)
+        self._launched = 0
+        """The newest iteration that the stepper was asked for; those behind `progress` are not settled."""
         self._to_skip: frozenset[int] = frozenset()
         self._phase = current_phase()
         self._exit_signals = ExitSignals(options.exit_signals) if options.exit_signals else None
@@ -119,6 +127,8 @@ class Trainer:
         self._resume()
         self._to_skip = self._agree_on_skips()
         self._say_what_is_not_armed()
+        if self._phase is not None and (left_out := self._phase.left_out(self.options.train_iters)):
+            self.warn(f"{left_out} (rsup launch --phases, --train-iters)")
         self._faults.at_start()
         try:
             return self._loop()
@@ -131,11 +141,16 @@ class Trainer:
             return self._leave(Decision(False, True, problem, "phase"))
         while self.progress.iteration < self.options.train_iters:
             self._saves.finalise(wait=False)
+            before = self.progress.iteration
             leave = self._iterate()
             if leave.should_exit:
                 return self._leave_unfinished(leave)
+            if self.progress.iteration == before:
+                continue  # it runs ahead: there is nothing new to decide on
             decision = decide(self.options.exit_plan, self._agreement.ask(self.progress.iteration), self.progress.iteration)
             decision = self._agreement.explained(decision)
+            if decision != NOTHING and (leave := self._complete(self._step.settle())).should_exit:
+                return self._leave_unfinished(leave)
             self._carry_out(decision)
             if decision.leave:
                 return self._leave(decision)
@@ -144,30 +159,50 @@ class Trainer:
         return self._leave(finished)
 
     def _iterate(self) -> Exit:
-        """Compute the next iteration, or only take its data if it is to be skipped. Where the answer says to exit, it is not
-        completed."""
-        iteration = self.progress.iteration + 1
+        """Launch the next iteration, or only take its data if it is to be skipped; complete what is settled. Where the answer
+        says to exit, the iteration behind the last completed one was rejected."""
+        iteration = self._launched = self._launched + 1
         rsup.worker.set_iteration(iteration)
-        self.rerun.data_position["consumed_samples"] = self.progress.consumed_samples
-        lr = self.schedule.at(self.progress.consumed_samples)
-        leave, loss, grad_norm = Exit(False, False, 0), None, None
+        self.rerun.data_position["consumed_samples"] = self._consumed_before(iteration)
         if iteration in self._to_skip:
-            self._step.skip(iteration)
-            self.warn(f"iteration {iteration} is skipped, as asked")
+            reports = [self._step.skip(iteration)]
+            if not reports[-1].exit.should_exit:
+                self.warn(f"iteration {iteration} is skipped, as asked")
         else:
             with self.sections.training_step():
-                leave, loss, grad_norm = self._step.run(iteration, lr)
-            if leave.should_exit:
-                return leave
-        self._loader.consumed()
-        consumed = self.progress.consumed_samples + self.options.global_batch_size
-        self.progress = dataclasses.replace(self.progress, iteration=iteration, consumed_samples=consumed)
-        self._interval.add(loss)
-        if iteration % self.options.log_interval == 0 or self._interval.is_first:
-            self._log(lr, grad_norm)
-        if iteration % self.options.eval_interval == 0:
+                reports = [self._step.run(iteration, self.schedule.at(self._consumed_before(iteration)))]
+                if self._must_settle(iteration) and not reports[-1].exit.should_exit:
+                    reports.append(self._step.settle())
+        leave = self._complete(*reports)
+        if not leave.should_exit and self.progress.iteration == iteration and iteration % self.options.eval_interval == 0:
             self._evaluate()
         return leave
+
+    def _must_settle(self, iteration: int) -> bool:
+        """Whether something is due behind that iteration that needs it completed."""
+        options = self.options
+        is_logged = self._interval.is_first or iteration % options.log_interval == 0
+        is_due = decide(options.exit_plan, Asked(), iteration) != NOTHING
+        return is_logged or is_due or iteration % options.eval_interval == 0
+
+    def _complete(self, *reports: Report) -> Exit:
+        """Count what is settled as done, and log it; whether to leave."""
+        for done in (done for report in reports for done in report.settled):
+            consumed = self._consumed_before(done.iteration)
+            lr = self.schedule.at(consumed)
+            consumed += self.options.global_batch_size
+            self.progress = dataclasses.replace(self.progress, iteration=done.iteration, consumed_samples=consumed)
+            num_open = (self._launched - done.iteration) * self.options.num_microbatches
+            self._loader.consumed(max(0, self._loader.num_outstanding - num_open))
+            self._interval.add(done.loss)
+            if done.iteration % self.options.log_interval == 0 or self._interval.is_first:
+                self._log(lr, done.grad_norm)
+        return reports[-1].exit
+
+    def _consumed_before(self, iteration: int) -> int:
+        """Samples that were consumed before an iteration that is not completed."""
+        num_between = iteration - 1 - self.progress.iteration
+        return self.progress.consumed_samples + num_between * self.options.global_batch_size
 
     def _say_what_is_not_armed(self) -> None:
         """A fault of a device that no rank computes on cannot strike in this attempt."""
@@ -202,7 +237,7 @@ class Trainer:
             print(f"warning: {text}", file=sys.stderr, flush=True)
             rsup.worker.note("warning", text)
 
-    def _log(self, lr: float, grad_norm: torch.Tensor | None) -> None:
+    def _log(self, lr: float, grad_norm: Scalar | None) -> None:
         options, progress = self.options, self.progress
         skipped = self._interval.take_num_skipped()
         sums = torch.tensor([self._interval.take_loss()], dtype=torch.float64)
@@ -221,7 +256,15 @@ class Trainer:
             return
         away = self._offload.away() if self.options.offload_optimizer_during_evaluation else contextlib.nullcontext()
         with self._interval.paused(), away:
-            loss = evaluate(self.module, self.validation, self.options, self.ranks, self.sections, self.rerun)
+            loss = evaluate(
+                self._step.evaluated,
+                self.module,
+                self.validation,
+                self.options,
+                self.ranks,
+                self.sections,
+                self.rerun,
+            )
         self.say(f" validation loss at iteration {self.progress.iteration} | lm loss value: {loss:.6E} |")
 
     # --------------------------------------------------------------------------------------------------- checkpoints
@@ -243,6 +286,7 @@ class Trainer:
         )
         self.progress = dataclasses.replace(done, phase_start=start)
         self._source.count_from(start.samples)
+        self._launched = self.progress.iteration
 
     def _carry_out(self, decision: Decision) -> None:
         """Begin the save that was decided on; a save that leaves is waited for by `_leave`."""

@@ -1,16 +1,13 @@
-"""The loader with processes: the same micro-batches, read ahead by the workers of a torch DataLoader.
+"""Samples of micro-batches, read ahead by the workers of a torch DataLoader. Whoever asks for them keeps the position: that of
+what was handed out, never of what was read ahead."""
 
-The position is that of the micro-batches handed out, never of those read ahead.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rsup.worker.data_workers import WorkerInit, starting
 from rsup.worker.reference.data import Text
-from rsup.worker.reference.micro_batches import MicroBatches
 
 _NO_END = 1 << 60
 
@@ -27,44 +24,32 @@ class _Windows(Dataset[torch.Tensor]):
         return self._text.samples(first + self._offset, self._count)
 
 
-class WorkerBatches(MicroBatches):
-    """As `MicroBatches`. `signals`: exit signals, which must not kill the workers. `start_method`: None is torch's default."""
+class WorkerReader:
+    """Reads for `MicroBatches`. `signals`: exit signals, which must not kill the workers. `start_method`: None is torch's
+    default."""
 
-    def __init__(
-        self,
-        text: Text,
-        rank: int,
-        micro_batch_size: int,
-        samples_per_pass: int,
-        global_batch_size: int,
-        is_poisoned: Callable[[int], bool],
-        *,
-        num_workers: int,
-        start_method: str | None,
-        signals: Sequence[str],
-    ) -> None:
-        self._windows = _Windows(text, rank * micro_batch_size, micro_batch_size)
+    def __init__(self, num_workers: int, start_method: str | None, signals: Sequence[str]) -> None:
         self._num_workers = num_workers
         self._start_method = start_method
         self._signals = tuple(signals)
         self._running: Iterator[torch.Tensor] | None = None
         self._expected = -1
-        super().__init__(text, rank, micro_batch_size, samples_per_pass, global_batch_size, is_poisoned)
 
-    def _read(self, first: int) -> torch.Tensor:
+    def read(self, text: Text, offset: int, count: int, first: int, step: int) -> torch.Tensor:
+        """`count` samples, from `first + offset` on: [count, sequence + 1], int64. `step` samples later are read meanwhile."""
         if self._running is None or self._expected != first:
-            self._start(first)
+            self._start(_Windows(text, offset, count), first, step)
         assert self._running is not None
-        self._expected = first + self._samples_per_pass
+        self._expected = first + step
         return next(self._running)
 
-    def _start(self, first: int) -> None:
+    def _start(self, windows: _Windows, first: int, step: int) -> None:
         """Let workers read from there on: processes of their own for each place the loop goes to, which is seldom."""
         self.close()
         loader: DataLoader[torch.Tensor] = DataLoader(
-            self._windows,
+            windows,
             batch_size=None,
-            sampler=range(first, _NO_END, self._samples_per_pass),
+            sampler=range(first, _NO_END, step),
             num_workers=self._num_workers,
             multiprocessing_context=self._start_method,
             worker_init_fn=WorkerInit(self._signals),
