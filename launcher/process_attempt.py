@@ -131,7 +131,7 @@ def rank_died(turn: Turn, event: RankDied) -> None:
         declared_reason=rank.declared_reason,
         saved=rank.saved,
         rejected=list(event.rejected),
-        killer=event.killer if not by_us else "",
+        killer=(rank.doomed or event.killer) if not by_us else "",
     )
     turn.fact(fact)
     turn.set(exits=(*turn.state.exits, fact))

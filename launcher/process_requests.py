@@ -57,6 +57,8 @@ def hear(turn: Turn, event: RankMessage) -> None:
         turn.set_rank(event.local_rank, entered=True)
         entered = (message.entry, message.joined, message.took_s, message.reserves)
         turn.fact(wire.EntryBegun(at_us, event.attempt, rank.rank, *entered))
+    elif isinstance(message, wire.RankFault) and message.kind == "hard-timeout":
+        turn.set_rank(event.local_rank, doomed=message.text)  # told with its end, which follows
     elif isinstance(message, wire.RankFault):
         turn.fact(_fault(message, event.attempt, rank.rank, at_us))
     elif isinstance(message, wire.RankSave):

@@ -75,6 +75,8 @@ class Rank(Struct, frozen=True):
     """It, or the process before it, has said that it can enter its training function again."""
     settled: bool = False
     """The decider has said what follows from its end: it has a new process, or one in reserve has its work."""
+    doomed: str = ""
+    """Why NVRx's monitor is about to kill it: in-process restart's hard limit."""
 
     @property
     def alive(self) -> bool:

@@ -48,7 +48,8 @@ def rank_environment(
     rank, world_size = str(start.first_rank + local_rank), str(start.world_size)
     environment = {name: value for name, value in inherited.items() if not name.startswith("RSUP_PHASE")}
     if start.phase is not None and start.phase.number < len(options.phases):
-        environment |= {**options.phases[start.phase.number].environment, **phase_environment(start.phase)}
+        ends = ",".join(str(phase.until_iteration) for phase in options.phases[:-1])
+        environment |= {**options.phases[start.phase.number].environment, **phase_environment(start.phase, ends)}
     environment |= {
         "RANK": rank,
         "LOCAL_RANK": str(ordinal),
@@ -99,8 +100,8 @@ def rank_environment(
     return environment
 
 
-def phase_environment(phase: PhaseStart) -> dict[str, str]:
-    """What a rank sees of its phase; what is not known is not there."""
+def phase_environment(phase: PhaseStart, ends: str = "") -> dict[str, str]:
+    """What a rank sees of its phase; what is not known is not there. `ends`: where all phases but the last end."""
     known = {
         "RSUP_PHASE": str(phase.number),
         "RSUP_PHASE_NAME": phase.name,
@@ -110,6 +111,8 @@ def phase_environment(phase: PhaseStart) -> dict[str, str]:
         known["RSUP_PHASE_SAMPLE_OFFSET"] = str(phase.sample_offset)
     if phase.until_iteration:
         known["RSUP_PHASE_UNTIL_ITERATION"] = str(phase.until_iteration)
+    if ends:
+        known["RSUP_PHASE_ENDS"] = ends
     return known
 
 

@@ -14,7 +14,7 @@ from rsup.supervisor.end_report import all_exits, report_text
 from rsup.supervisor.failure import first_mover
 from rsup.supervisor.fault_evidence import lost_in_process_evidence, lost_node_evidence, lost_rank_evidence
 from rsup.supervisor.first_mover import name_first_mover
-from rsup.supervisor.leaving import goes_on, is_by_leaving, let_all_go
+from rsup.supervisor.leaving import goes_on, how_ranks_left, is_by_leaving, let_all_go
 from rsup.supervisor.phases import count_hop, is_going_round, next_phase
 from rsup.supervisor.re_entry import is_being_replaced, under_way
 from rsup.supervisor.records import IncidentSaved
@@ -41,6 +41,8 @@ UNKILLABLE_AFTER_S = 60.0
 ESCALATE_AFTER_S = 10.0
 """How long after a stop's grace agents are told to end the ranks themselves."""
 ESCALATED_GRACE_S = 5.0
+CANNOT_SAVE_GRACE_S = 2.0
+"""What ranks have that are told to stop and cannot save: some only note a signal, and wait for a rank that will not come."""
 
 
 # -------------------------------------------------------------------------------------------------------------- failing
@@ -158,11 +160,29 @@ def stop_training(turn: Turn, stop: StopRequest, except_agent: str = "") -> None
     turn.log("StopRequested", stop.reason, "warning", principal=stop.principal, data=data)
     if state.phase is Phase.STOPPING:
         return
+    if under_way(state.in_process) is not None:
+        cut_short(turn, "in-process restart is under way")
+        return
     grace_s = stop.grace_s or state.spec.stop_grace_s
     if state.phase is Phase.COLLECTING:
         stop_attempt(turn, stop.reason)
     for agent_id, _ in asked:
         turn.command(agent_id, StopTraining(0, stop.reason, stop.request_id, grace_s))
+    turn.enter(Phase.STOPPING, turn.now.s + grace_s + ESCALATE_AFTER_S)
+
+
+def cut_short(turn: Turn, why: str) -> None:
+    """End ranks soon that were told to stop while some of them are not in their training function: a save takes all."""
+    state = turn.state
+    if state.stop is None or state.stop.cut_short:
+        return
+    known = state.checkpoint > 0
+    kept = f"the checkpoint of iteration {state.checkpoint} is the newest" if known else "no checkpoint was reported"
+    text = f"{state.stop.reason}: {why}, so the ranks cannot save, and are ended; {kept}"
+    turn.change(stop=replace(state.stop, cut_short=True))
+    turn.tell(text)
+    grace_s = min(CANNOT_SAVE_GRACE_S, state.stop.grace_s or state.spec.stop_grace_s)
+    stop_attempt(turn, text, lambda _: grace_s)
     turn.enter(Phase.STOPPING, turn.now.s + grace_s + ESCALATE_AFTER_S)
 
 
@@ -250,11 +270,9 @@ def conclude(turn: Turn) -> None:
             reform(turn)
             return
     elif state.stop is not None:
-        saved = state.stop.saved or (state.left is not None and state.left.durable)
-        clean = saved and state.num_ok == state.world_size and state.failure is None
-        tail = "all ranks saved and left" if clean else "no durable save was reported, or not all ranks left cleanly"
+        clean, how = how_ranks_left(state, state.stop)
         _close_attempt(turn, "stopped", state.stop.reason)
-        end_job(turn, 0 if clean else state.stop.exit_code, f"{state.stop.reason}: {tail}")
+        end_job(turn, 0 if clean else state.stop.exit_code, f"{state.stop.reason}: {how}")
         return
     failure = turn.state.failure
     assert failure is not None

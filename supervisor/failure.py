@@ -15,7 +15,15 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from rsup.supervisor.states import RankExit
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, NOT_OURS, RankOverdue, RankStack, clip
+from rsup.supervisor.wire import (
+    DECLARED_EXIT_CODES,
+    HARD_LIMIT,
+    NOT_OURS,
+    WAITED_IN_VAIN,
+    RankOverdue,
+    RankStack,
+    clip,
+)
 
 MAX_STACKS_CHARS = 256 * 1024
 
@@ -58,6 +66,13 @@ def is_of_a_peer(error: str) -> bool:
     return bool(_OF_A_PEER.search(error))
 
 
+def exit_kind(exit_: RankExit) -> str:
+    """What kind of failure the end of a rank is, as in `IncidentSaved`."""
+    if is_of_a_watchdog(exit_.error) or HARD_LIMIT in exit_.killer:
+        return "hang"
+    return "signal" if exit_.signal else "exit"
+
+
 def is_of_a_watchdog(error: str) -> bool:
     """Whether an error line is that of a collective's watchdog: the abort of a hang, not a crash."""
     return bool(_OF_A_WATCHDOG.search(error))
@@ -75,8 +90,8 @@ def first_mover(exits: Iterable[tuple[int, RankExit]]) -> tuple[int, RankExit] |
 
 
 def weight(exit_: RankExit) -> int:
-    """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog. The lightest came first."""
-    if is_of_a_watchdog(exit_.error):
+    """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog, or it waited for others. The lightest came first."""
+    if is_of_a_watchdog(exit_.error) or WAITED_IN_VAIN in exit_.killer:
         return 2
     return 1 if is_of_a_peer(exit_.error) else 0
 

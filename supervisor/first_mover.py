@@ -3,11 +3,12 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.end_report import all_exits
-from rsup.supervisor.failure import exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name, weight
+from rsup.supervisor.failure import exit_kind, exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name, weight
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import passed_on
 from rsup.supervisor.states import AgentState, JobState, RankExit
 from rsup.supervisor.turn import Turn
+from rsup.supervisor.wire import HARD_LIMIT
 
 OF_A_WATCHDOG = "watchdog of a collective"
 CLOCKS_US = 500_000
@@ -30,7 +31,7 @@ def exit_incident(state: JobState, agent: AgentState, rank: int, exit_: RankExit
         signal=exit_.signal,
         signal_name=signal_name(exit_.signal),
         section=exit_.section,
-        found_by=OF_A_WATCHDOG if kind == "hang" else "exit of the process",
+        found_by=HARD_LIMIT if HARD_LIMIT in exit_.killer else OF_A_WATCHDOG if kind == "hang" else "exit of the process",
         text=text,
     )
 
@@ -47,7 +48,7 @@ def name_first_mover(turn: Turn) -> None:
         return
     exits = all_exits(state)
     first = first_mover((rank, exit_) for rank, exit_, _ in exits)
-    by_limit = state.failure.kind == "hang" and state.incident.found_by != OF_A_WATCHDOG
+    by_limit = state.failure.kind == "hang" and state.incident.found_by not in (OF_A_WATCHDOG, HARD_LIMIT)
     if first is None or (by_limit and state.incident.stacks):
         return
     rank, exit_ = first
@@ -56,7 +57,7 @@ def name_first_mover(turn: Turn) -> None:
     if lost is not None:
         _blame_node(turn, lost, exit_text(rank, agent.info.node, exit_))
         return
-    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
+    kind = exit_kind(exit_)
     given_up = f"; {state.in_process.given_up}" if state.in_process.given_up else ""
     text = exit_text(rank, agent.info.node, exit_) + _as_early(exits, rank) + given_up
     victims = sorted({r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank})

@@ -10,21 +10,31 @@ on, in `re_entry`.
 
 from msgspec.structs import replace
 
-from rsup.supervisor.failure import exit_text, is_of_a_peer, is_of_a_watchdog, weight
+from rsup.supervisor.attempt_end import cut_short
+from rsup.supervisor.failure import exit_kind, exit_text, is_of_a_peer, weight
 from rsup.supervisor.first_mover import exit_incident
 from rsup.supervisor.open_restart import IN_PROCESS, UNTOLD, Fault, change_open, give_up, has_reserves, join, opened
-from rsup.supervisor.re_entry import check_entered, heard_from, joined, noted, under_way
+from rsup.supervisor.re_entry import announce, check_entered, heard_from, joined, noted, under_way
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import passed_on, signature
 from rsup.supervisor.states import AgentState, JobState, Phase, RankExit
 from rsup.supervisor.turn import Turn
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, EndRanks, EntryBegun, RankFaulted, RestartInProcess, clip
+from rsup.supervisor.wire import (
+    SOFT_LIMIT,
+    EndRanks,
+    EntryBegun,
+    RankFaulted,
+    RestartInProcess,
+    clip,
+)
 
 NO_FURTHER_RESTART = "no further restart inside the processes"
 """What a rank says that ends because its own limit is reached (`--inprocess-max-iterations`), or too few are left."""
 MAX_LOGGED = 8
 """Of the faults of one restart, those that only follow from another one."""
 _VICTIM = 1
+_WAITED = 2
+"""Of a rank that waited for others until the soft limit: as `failure.weight` of one that did so until the hard one."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what arrives
@@ -38,7 +48,7 @@ def took_death(turn: Turn, agent_id: str, rank: int) -> bool:
     if _ends_attempt(turn.state, rank, exit_):
         return False
     text = exit_text(rank, agent.info.node, exit_)
-    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
+    kind = exit_kind(exit_)
     entries = turn.state.in_process.entries
     fault = Fault(
         rank=rank,
@@ -68,7 +78,7 @@ def took_death(turn: Turn, agent_id: str, rank: int) -> bool:
     assert restart is not None
     replaced = rank in restart.replacing
     how = f"rank {rank} gets a new process" if replaced else "a reserve takes its place"
-    _push(turn, f"{text}; {how}", [rank], gone=rank, owner=agent_id if replaced else "")
+    _push(turn, f"{text}; {how}", [rank], fault.weight, gone=rank, owner=agent_id if replaced else "")
     check_entered(turn)
     return True
 
@@ -79,13 +89,17 @@ def rank_faulted(turn: Turn, agent_id: str, fact: RankFaulted) -> None:
     agent, ip = state.agents[agent_id], state.in_process
     restart = under_way(ip)
     where = f" at iteration {fact.iteration}" if fact.iteration else ""
-    text = f"rank {fact.rank} on {agent.info.node} left entry {fact.entry}{where} ({fact.kind}): {fact.text}"[:1000]
+    is_hang = fact.kind == "soft-timeout"
+    what = "was interrupted in" if is_hang else "left"
+    text = f"rank {fact.rank} on {agent.info.node} {what} entry {fact.entry}{where} ({fact.kind}): {fact.text}"[:1000]
     is_late = state.phase not in (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING)
     is_late = is_late or fact.entry < ip.entered or fact.rank in agent.exits or fact.entry < ip.entries.get(fact.rank, 0)
     is_victim = fact.victim or is_of_a_peer(fact.text)
     if restart is None or restart.num_logged < MAX_LOGGED or not is_victim:
         _log_fault(turn, agent, fact, f"{text}; it decides nothing any more" if is_late else text, is_victim)
     if is_late:
+        if state.stop is not None and state.failure is None and fact.entry >= ip.entered:
+            cut_short(turn, text)
         return
     heard_from(turn, fact.rank)
     further = max(state.attempt_iteration, fact.iteration)
@@ -95,9 +109,9 @@ def rank_faulted(turn: Turn, agent_id: str, fact: RankFaulted) -> None:
         rank=fact.rank,
         entry=fact.entry + 1,
         text=text,
-        kind="exit",
+        kind="hang" if is_hang else "exit",
         signature=fact.signature or signature(fact.kind, 1, "", fact.text, fact.rank),
-        weight=_VICTIM if is_victim else 0,
+        weight=(_WAITED if is_hang else _VICTIM) if is_victim else 0,
         incident=_fault_incident(state, agent, fact, text),
         error=fact.text,
     )
@@ -105,7 +119,8 @@ def rank_faulted(turn: Turn, agent_id: str, fact: RankFaulted) -> None:
     if why:
         give_up(turn, why)
     elif begins:
-        _push(turn, text, [fact.rank], of_entry=fact.entry)
+        _push(turn, text, [fact.rank], fault.weight, of_entry=fact.entry)
+    announce(turn)
     check_entered(turn)
 
 
@@ -163,8 +178,8 @@ def _ends_attempt(state: JobState, rank: int, exit_: RankExit) -> bool:
     ip, restart = state.in_process, state.in_process.open
     if not ip.restartable or state.adopted or state.phase is not Phase.RUNNING or state.spec.in_process.max_restarts == 0:
         return True
-    if exit_.declared == exit_.exit_code and exit_.declared in DECLARED_EXIT_CODES:
-        return True
+    if exit_.declared and exit_.exit_code in (exit_.declared, 1):
+        return True  # on purpose; 1 is what Python makes of an error that a script lets pass
     ending, replacing = (restart.ending, restart.replacing) if restart is not None else ([], [])
     if exit_.by_us and rank not in ending:
         return True
@@ -209,8 +224,11 @@ def _take_off(turn: Turn, agent_id: str, rank: int, exit_: RankExit) -> None:
     )
 
 
-def _push(turn: Turn, reason: str, failed: list[int], *, gone: int | None = None, owner: str = "", of_entry: int = 0) -> None:
-    """Tell every node at once, so that no rank waits until it finds out by itself."""
+def _push(
+    turn: Turn, reason: str, failed: list[int], weight: int, *, gone: int | None = None, owner: str = "", of_entry: int = 0
+) -> None:
+    """Tell every node at once, so that no rank waits until it finds out by itself; and people, whom a victim's fault tells
+    nothing new."""
     state, restart = turn.state, opened(turn)
     ip, gone_ranks = state.in_process, [] if gone is None else [gone]
     deaths = [ip.deaths[rank] for rank in gone_ranks]
@@ -231,7 +249,10 @@ def _push(turn: Turn, reason: str, failed: list[int], *, gone: int | None = None
         "reserves": _reserves_left(state),
     }
     turn.log("InProcessRestart", reason, "warning", rank=failed[0], node=restart.incident.node, data=data)
-    turn.tell(reason)
+    if not restart.told:
+        announce(turn)
+    elif not weight:
+        turn.tell(reason)
 
 
 # --------------------------------------------------------------------------------------------------------------- records
@@ -248,7 +269,7 @@ def _fault_incident(state: JobState, agent: AgentState, fact: RankFaulted, text:
         node=agent.info.node,
         device=agent.devices_used.get(fact.rank, ""),
         iteration=fact.iteration,
-        found_by="report of the rank",
+        found_by=SOFT_LIMIT if fact.kind == "soft-timeout" else "report of the rank",
         text=text,
     )
 

@@ -7,7 +7,8 @@ tells all of its launchers: nobody is left then.
 """
 
 from rsup.supervisor.failure import is_of_a_peer, signal_name
-from rsup.supervisor.states import AgentState, JobState, Phase, Role
+from rsup.supervisor.render import plural
+from rsup.supervisor.states import AgentState, JobState, Phase, Role, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import EndJob, JobResult
 
@@ -22,6 +23,18 @@ def leaves_alone(state: JobState, agent_id: str) -> bool:
 def goes_on(state: JobState) -> bool:
     """Whether the job forms anew once its ranks are gone, without the launchers that were told to stop."""
     return state.stop is not None and state.stop.of_a_launcher and len(_staying(state)) >= state.spec.min_nodes
+
+
+def how_ranks_left(state: JobState, stop: StopRequest) -> tuple[bool, str]:
+    """Whether the ranks of a job that was told to stop left with nothing lost, and what they did."""
+    saved = stop.saved or (state.left is not None and state.left.durable)
+    if state.failure is not None:
+        return False, state.failure.text
+    if not saved:
+        return False, "no durable save was reported"
+    if state.num_ok < state.world_size:
+        return False, f"a durable save was reported, but only {state.num_ok} of {plural(state.world_size, 'rank')} left with 0"
+    return True, "all ranks saved and left"
 
 
 def let_go(turn: Turn, agent_id: str) -> None:

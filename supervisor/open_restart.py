@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import STACKS_WITHIN_S, fail_attempt, numbered
 from rsup.supervisor.fault_evidence import lost_in_process_evidence
-from rsup.supervisor.re_entry import num_entered, num_needed, under_way
+from rsup.supervisor.re_entry import announce, num_entered, num_needed, ranks_text, under_way
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.restart_policy import LONG_ATTEMPT_S
@@ -68,7 +68,7 @@ def join(turn: Turn, fault: Fault) -> tuple[bool, str]:
         failed = sorted({*before.failed, fault.rank}) if fault.weight < UNTOLD else before.failed
         change_open(turn, failed=failed, entry=max(before.entry, fault.entry))
         _move_deadline(turn, fault)
-        if fault.weight < before.weight:
+        if fault.weight < before.weight or _is_behind(fault, before):
             _blame(turn, fault)
     again = before is None or fault.entry > before.entry or fault.rank in before.replacing
     if again:
@@ -80,6 +80,12 @@ def join(turn: Turn, fault: Fault) -> tuple[bool, str]:
         change_open(turn, incident=incident)
         turn.record(incident)
     return again, _spent(turn.state.spec.in_process, turn.state.in_process)
+
+
+def _is_behind(fault: Fault, before: OpenRestart) -> bool:
+    """Whether, of two ranks of one hang that nothing else tells apart, this one has come less far."""
+    is_hang = fault.kind == before.kind == "hang" and fault.weight == before.weight
+    return is_hang and 0 < fault.incident.iteration < before.incident.iteration
 
 
 def _begin(turn: Turn, fault: Fault) -> None:
@@ -125,6 +131,7 @@ def _blame(turn: Turn, fault: Fault) -> None:
     turn.record(incident)
     change_open(
         turn,
+        told=False,
         text=fault.text,
         kind=fault.kind,
         exit_code=fault.exit_code,
@@ -171,7 +178,8 @@ def _spent(policy: InProcessPolicy, ip: InProcess) -> str:
 
 
 def settle_in_process(turn: Turn) -> None:
-    """Give a restart up that takes too long; not while a node is not heard of."""
+    """Tell of a restart, once it is time to; give it up if it takes too long, but not while a node is not heard of."""
+    announce(turn)
     restart = turn.state.in_process.open
     if restart is None or restart.deadline_s is None or turn.now.s < restart.deadline_s:
         return
@@ -181,7 +189,7 @@ def settle_in_process(turn: Turn) -> None:
         change_open(turn, deadline_s=turn.now.s + within_s)
         return
     missing = _missing(turn.state, restart)
-    who = f"rank{'s'[: len(missing) > 1]} {', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
+    who = ranks_text(missing)
     lacks = f"without {who}" if missing else f"with {num_entered(turn.state, restart)} of {num_needed(turn.state)} ranks"
     took_s = (turn.now.us - restart.since_us) / 1e6
     give_up(turn, f"{took_s:.0f} s later entry {restart.entry} is still {lacks} (--inprocess-restart-within {within_s:g})")

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import STACKS_WITHIN_S, fail_attempt
 from rsup.supervisor.end_report import MAX_REPORTED
-from rsup.supervisor.failure import exit_text, is_of_a_watchdog, waited_in_vain
+from rsup.supervisor.failure import exit_kind, exit_text, waited_in_vain
 from rsup.supervisor.first_mover import exit_incident
 from rsup.supervisor.in_process import took_death
 from rsup.supervisor.re_entry import finished
@@ -107,7 +107,7 @@ def fail_by_exit(turn: Turn, agent_id: str, rank: int) -> None:
         text = f"the launcher on {agent.info.node} ended its ranks: {exit_.by_us}"
         fail_attempt(turn, "agent-lost", text, node=agent.info.node)
         return
-    kind = "hang" if is_of_a_watchdog(exit_.error) else "signal" if exit_.signal else "exit"
+    kind = exit_kind(exit_)
     text = exit_text(rank, agent.info.node, exit_)
     fail_attempt(
         turn,

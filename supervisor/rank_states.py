@@ -48,6 +48,8 @@ class OpenRestart(Struct, frozen=True, kw_only=True):
     ending: list[int] = []
     """Ranks that hang and are to be killed: their death is awaited."""
     num_logged: int = 0
+    told: bool = False
+    """It has been said on the terminal what happened, and the fault behind it is still held to be the same."""
     deadline_s: float | None = None
     """Until when every rank has to have entered; None: all have."""
     latest_s: float = 0.0

@@ -13,6 +13,8 @@ from rsup.supervisor.states import AgentState, InProcess, JobState, OpenRestart,
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import EntryBegun, RankBeat
 
+TELL_WITHIN_S = 1.0
+"""A victim's fault may be heard of first. It is not told alone unless nothing else becomes known so soon."""
 _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING)
 
 
@@ -20,6 +22,31 @@ def under_way(in_process: InProcess) -> OpenRestart | None:
     """The restart that waits for ranks to enter, None if none does."""
     restart = in_process.open
     return restart if restart is not None and not restart.entered_us else None
+
+
+def announce(turn: Turn) -> None:
+    """Say once, on the terminal, what has happened: the fault behind the others, then whom it took along, and what follows."""
+    state, restart = turn.state, turn.state.in_process.open
+    if restart is None or restart.told:
+        return
+    waited_s = (turn.now.us - restart.since_us) / 1e6
+    if restart.weight and not restart.entered_us and waited_s < TELL_WITHIN_S:
+        return
+    first = restart.incident.rank
+    others = [rank for rank in restart.failed if rank != first and rank not in restart.exits]
+    with_it = f"; {ranks_text(others)} fell with it" if others and not restart.weight else ""
+    gone = sorted(restart.exits)
+    replaced = f"; {ranks_text(gone)} get{'s'[: len(gone) == 1]} a new process" if gone else ""
+    if 0 < state.in_process.active < state.world_size and gone:
+        replaced = "; a reserve takes its place" if len(gone) == 1 else "; reserves take their places"
+    again = f"the ranks enter their training function again, in their processes (entry {restart.entry})"
+    turn.tell(f"{restart.text}{with_it}{replaced}; {again}")
+    _change(turn, restart, told=True)
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 4`, `ranks 0, 2`; the first few of many."""
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{', ...' if ranks[8:] else ''}"
 
 
 def num_needed(state: JobState) -> int:
@@ -120,6 +147,8 @@ def check_entered(turn: Turn) -> None:
         return
     took_s = (turn.now.us - restart.since_us) / 1e6
     restart = _change(turn, restart, entered_us=turn.now.us, deadline_s=None)
+    announce(turn)
+    restart = turn.state.in_process.open or restart
     turn.change(in_process=replace(turn.state.in_process, entered=restart.entry))
     data: dict[str, object] = {
         "entry": restart.entry,

@@ -153,6 +153,8 @@ class StopRequest(Struct, frozen=True, kw_only=True):
     """A signal told a launcher to stop: a job that has enough nodes without it goes on."""
     grace_s: float = 0.0
     """What ranks have; 0: what they have after a failure."""
+    cut_short: bool = False
+    """It has been said that no rank can save, and they are ended soon."""
 
 
 class Budget(Struct, frozen=True):

@@ -255,8 +255,9 @@ class JobResult(Struct, frozen=True):
 
 VERDICTS = ("transient", "persistent", "application", "corrupted state", "undecided")
 """What a case can end with; DESIGN.md section 6 says what each means."""
-FAULT_KINDS = ("exception", "soft-timeout", "finalize", "health-check")
-"""How an entry into the training function may end early; the last two: this process is not fit to enter again."""
+FAULT_KINDS = ("exception", "soft-timeout", "finalize", "health-check", "hard-timeout")
+"""How an entry into the training function may end early. `finalize`, `health-check`: this process is not fit to enter again;
+`hard-timeout`: it is about to be killed, and its end will tell."""
 LEAVE_KINDS = ("signal", "request", "duration", "deadline", "interval", "phase", "finished")
 CASE_ACTIONS = ("continue", "skip", "restart", "elsewhere", "leave")
 """What the ranks do after a report: go on with the replay's gradients; leave the iteration out; end and start again from the
@@ -368,6 +369,11 @@ class RejectedResult(Struct, frozen=True):
 
 
 NOT_OURS = "rsup did not send that signal"
+SOFT_LIMIT = "in-process restart's soft limit"
+HARD_LIMIT = "in-process restart's hard limit"
+"""In the `killer` of a rank that NVRx's monitor has killed for that; there too, why it had shown no sign of progress:"""
+HUNG = "since it hung"
+WAITED_IN_VAIN = "since it waited in vain for other ranks"
 
 
 class RankExited(Fact, frozen=True):

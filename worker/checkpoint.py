@@ -8,6 +8,7 @@ way out. A full disk fails that checkpoint, not the training; a directory that b
 
 import contextlib
 import errno
+import pickle
 import threading
 import time
 import warnings
@@ -33,6 +34,9 @@ from rsup.worker.checkpoint_directory import (
     verify_files,
 )
 from rsup.worker.staging import Staging
+from rsup.worker.unreadable import is_damage, why_unreadable
+
+_MOVE_AWAY = "move it away and start again: the checkpoint before it is used then"
 
 
 @dataclass(frozen=True)
@@ -257,13 +261,15 @@ class Checkpointer:
             raise outcome[0]
 
 
-def claim_for_all(directory: CheckpointDirectory, job_key: str, attempt: int, group: dist.ProcessGroup) -> Owner:
+def claim_for_all(
+    directory: CheckpointDirectory, job_key: str, attempt: int, group: dist.ProcessGroup, on_purpose: bool = False
+) -> Owner:
     """Rank 0 makes and claims the directory; every rank gets the claim, or its error (see `CheckpointDirectory.claim`)."""
     outcome: list[Owner | CheckpointError | None] = [None]
     if dist.get_rank(group) == 0:
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
-            outcome = [directory.claim(job_key, attempt)]
+            outcome = [directory.claim(job_key, attempt, on_purpose)]
         except CheckpointError as error:
             outcome = [error]
         except OSError as error:
@@ -329,16 +335,21 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             load(dict(tensors), checkpoint_id=path, no_dist=True)
     except (CheckpointException, RuntimeError, ValueError, OSError) as error:
         failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-        reason = _first_line(failures[0][0] if failures else error)
-        raise CheckpointError(f"cannot load {path}: {reason}; were model and options the same?") from None
+        reason = failures[0][0] if failures else error
+        advice = _MOVE_AWAY if is_damage(reason) else "were model and options the same?"
+        raise CheckpointError(f"cannot load {path}: {why_unreadable(reason)}; {advice}") from None
 
 
 def tensor_sizes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a checkpoint."""
+    """Name and shape of every tensor in a checkpoint. Raises `CheckpointError`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, OSError) as error:  # what pickle makes of damage
+        what = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise CheckpointError(f"cannot load {path}: {what}; {_MOVE_AWAY}") from None
     return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 _COMMIT_FORMAT = 1
 _NAME = re.compile(r"iter_(\d{7,})")
 _HASH_CHUNK_BYTES = 4 << 20
+_RUN = re.compile(r"\.\d+$")
+_PROCESS = re.compile(r"-\d+-\d+$")
+_RANDOM_NAME = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class CheckpointError(RsupError):
@@ -43,7 +46,7 @@ class StaleAttempt(CheckpointError):
 
 
 class DirectoryTaken(CheckpointError):
-    """Another job owns the directory now. Trying again would fight over it, hence no requeue."""
+    """Another job owns the directory. Trying again would fight over it, hence no requeue."""
 
     exit_code = EXIT_NO_REQUEUE
 
@@ -59,6 +62,16 @@ class Owner:
     job_key: str
     attempt: int
     token: str = ""
+    took_from: str = ""
+    """Name of the other job that owned it until now; empty: nobody, or one without a name."""
+
+
+def job_name(job_key: str) -> str:
+    """What the runs of one job have in common: of rsup's key `ID.RUN` the id, of the key of a torchrun its run id, which it
+    has with its process. Empty where nobody chose a name, as for torchrun's own random ones."""
+    name = _RUN.sub("", job_key) if _RUN.search(job_key) else _PROCESS.sub("", job_key)
+    is_named = name not in ("none", "alone") and not _RANDOM_NAME.fullmatch(name)
+    return name if is_named or _RUN.search(job_key) else ""
 
 
 @dataclass(frozen=True)
@@ -96,15 +109,20 @@ class CheckpointDirectory:
 
     # ------------------------------------------------------------------------------------------------------- ownership
 
-    def claim(self, job_key: str, attempt: int) -> Owner:
+    def claim(self, job_key: str, attempt: int, on_purpose: bool = False) -> Owner:
         """Take the directory for an attempt of a job and clear away what unfinished saves left.
 
-        Raises `StaleAttempt` for an older attempt than the owner's, `DirectoryTaken` if another job has taken the
-        directory from this attempt before.
+        Raises `StaleAttempt` for an older attempt than the owner's, `DirectoryTaken` if another job has taken the directory
+        from this attempt before, or has checkpoints in it and somebody has not asked for them `on_purpose`.
         """
         owner = Owner(job_key, attempt, secrets.token_hex(8))
         with self._locked():
-            former = self._former_owners(self._read_fence(), owner)
+            fence = self._read_fence()
+            former = self._former_owners(fence, owner)
+            other = self._other_job(fence, job_key)
+            if other and not on_purpose and any(self.path.glob("iter_*")):
+                raise DirectoryTaken(self._holds_text(fence, other, job_key))
+            owner = replace(owner, took_from=other)
             content = {"job_key": job_key, "attempt": attempt, "token": owner.token, "since_us": time.time_ns() // 1000}
             try:
                 write_durably(self.path / FENCE_FILE, json.dumps({**content, "former": former}, indent=1) + "\n")
@@ -125,6 +143,21 @@ class CheckpointDirectory:
             former[fence["job_key"]] = fence["attempt"]
         former.pop(owner.job_key, None)
         return former
+
+    @staticmethod
+    def _other_job(fence: dict[str, Any], job_key: str) -> str:
+        """Name of the job that owns the directory, if that is another one than ours and both have a name."""
+        theirs, ours = job_name(fence.get("job_key", "")), job_name(job_key)
+        return theirs if ours and theirs != ours else ""
+
+    def _holds_text(self, fence: dict[str, Any], other: str, job_key: str) -> str:
+        found = self.iterations()
+        newest = f", the newest of iteration {found[0]}" if found else ""
+        as_it = f", or launch it as that job (--job-id {other} --resume)" if _RUN.search(fence["job_key"]) else ""
+        return (
+            f"{self.path} holds checkpoints of job {other}{newest}, and this is job {job_name(job_key)}: give it a --save of "
+            f"its own; to go on from them on purpose add --load {self.path}{as_it}"
+        )
 
     def check_owner(self, owner: Owner) -> None:
         """Raise `StaleAttempt` or `DirectoryTaken` if that claim does not hold any more."""

@@ -103,21 +103,23 @@ class LocalCheckpointer:
     def _meet(self, launcher: Launcher) -> tuple[list[str], str]:
         """Make the folder, and learn every rank's node and the token of this run."""
         problem, node = "", ""
+        lines: list[str] = []
         try:
             self._directory.make(launcher)
             self._directory.remove_unfinished()
-            for line in self._directory.sweep():
-                self._warn(line)
+            lines = self._directory.sweep() + self._directory.earlier_runs()
             node = self._directory.node
         except RsupError as error:
             problem = str(error)
         except OSError as error:
             problem = f"cannot keep local checkpoints in {self._directory.path}: {error.strerror}"
-        answers: list[tuple[str, str, str]] = gather_objects((problem, node, _new_token()), self._group)
-        first = next((text for text, _, _ in answers if text), "")
+        answers: list[tuple[str, str, str, list[str]]] = gather_objects((problem, node, _new_token(), lines), self._group)
+        first = next((text for text, _, _, _ in answers if text), "")
         if first:
             raise UsageError(first)
-        return [node for _, node, _ in answers], answers[0][2]
+        for line in dict.fromkeys(line for *_, said in answers for line in said):  # a node's ranks find the same
+            self._warn(line)
+        return [node for _, node, _, _ in answers], answers[0][2]
 
     # ----------------------------------------------------------------------------------------------------------- saving
 
@@ -242,6 +244,7 @@ class LocalCheckpointer:
         outcomes: list[str] = gather_objects(lost, self._group)
         if self._is_current:
             self._directory.remove_all_but(self._token, iteration)
+            self._directory.remove_earlier_runs()
         self._probe("whole", iteration)
         return "", "; ".join(filter(None, outcomes))
 

@@ -5,9 +5,10 @@
     DIR/rsup-JOB/iter_0000030.TOKEN.rank_00003      rank 3's part of the save of iteration 30, written as `.iter_...`
     DIR/rsup-JOB/iter_0000030.TOKEN.rank_00003.kept-by-00007   the same, kept by rank 7
 
-JOB is a digest of the job's key: jobs share DIR without seeing each other's files. In memory DIR is of our own, in /dev/shm:
-the files outlive every process of the job. They go when the job has ended well, else with the next start of any job of this
-user, once no rank and no launcher of theirs lives (or with the machine).
+JOB is a digest of the job's key, which names its run: jobs share DIR without seeing each other's files, and a new run begins
+without those of the run before. In memory DIR is of our own, in /dev/shm: the files outlive every process of the job. They go
+when the job has ended well, else with the next start of any job of this user, once no rank and no launcher of theirs lives (or
+with the machine). In a user's directory only those of earlier runs of the same job go, once a newer run has one of its own.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from pathlib import Path
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.places import boot_id, this_host
 from rsup.supervisor.wire import UsageError
-from rsup.worker.checkpoint_directory import Damaged, folder_name, write_durably
+from rsup.worker.checkpoint_directory import Damaged, folder_name, job_name, write_durably
 from rsup.worker.local_checkpoint_format import PartHeader, read_header
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,6 +36,7 @@ _PREFIX = "rsup-"
 _PART = re.compile(r"iter_\d{7,}\.[0-9a-f]{16}\.rank_(\d{5,})(\.kept-by-\d{5,})?")
 _RESERVE = 0.05
 """Part of shared memory that local checkpoints leave free: NCCL and data loaders need some, and die without."""
+_ANEW = "an earlier run: this one was started anew, and does not go on from them as --resume would have"
 
 
 def memory_root() -> Path:
@@ -198,18 +200,41 @@ class LocalDirectory:
         if not self.in_memory:
             return []
         removed = []
-        for folder in sorted(self.root.glob(f"{_PREFIX}*")):
-            if folder == self.path:
-                continue
+        for folder in self._others():
             with contextlib.suppress(OSError):
                 owner = _read_owner(folder)
                 if _is_over(folder, owner):
-                    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+                    line = f"removed {_contents(folder, owner)}, {_ANEW if self._is_earlier_run(owner) else 'which is over'}"
                     shutil.rmtree(folder)
-                    removed.append(
-                        f"removed {size_bytes >> 20} MiB of local checkpoints of job {owner.get('job_key', '?')}, which is over"
-                    )
+                    removed.append(line)
         return removed
+
+    def earlier_runs(self) -> list[str]:
+        """One line for each earlier run of the same job whose local checkpoints lie here: they are not gone on from."""
+        lines = []
+        for folder in self._others():
+            with contextlib.suppress(OSError):
+                owner = _read_owner(folder)
+                if self._is_earlier_run(owner) and _newest(folder):
+                    goes = _is_over(folder, owner)
+                    then = "they go once this run has a local checkpoint of its own" if goes else "they stay: it may be alive"
+                    lines.append(f"{folder} holds {_contents(folder, owner)}, {_ANEW}; {then}")
+        return lines
+
+    def remove_earlier_runs(self) -> None:
+        """This run has a local checkpoint of its own: those of ended earlier runs of the same job are of no more use."""
+        for folder in self._others():
+            with contextlib.suppress(OSError):
+                owner = _read_owner(folder)
+                if self._is_earlier_run(owner) and _is_over(folder, owner):
+                    shutil.rmtree(folder)
+
+    def _others(self) -> list[Path]:
+        return [folder for folder in sorted(self.root.glob(f"{_PREFIX}*")) if folder != self.path]
+
+    def _is_earlier_run(self, owner: dict[str, str | int]) -> bool:
+        name = job_name(self.job_key)
+        return bool(name) and job_name(str(owner.get("job_key", ""))) == name
 
 
 def _is_held(path: Path) -> bool:
@@ -239,6 +264,26 @@ def _read_owner(folder: Path) -> dict[str, str | int]:
     except (FileNotFoundError, ValueError):
         return {}
     return dict(owner) if isinstance(owner, dict) else {}
+
+
+def _contents(folder: Path, owner: dict[str, str | int]) -> str:
+    """What is in a job's folder, for people."""
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    newest = _newest(folder)
+    of = f" (the newest of iteration {newest})" if newest else ""
+    return f"{size_bytes >> 20} MiB of local checkpoints of {_run_text(str(owner.get('job_key', '?')))}{of}"
+
+
+def _newest(folder: Path) -> int:
+    """The highest iteration of which a folder has a part; 0 where it has none."""
+    found = [path.name for path in folder.iterdir() if _PART.fullmatch(path.name)]
+    return max((int(name.partition(".")[0].rpartition("_")[2]) for name in found), default=0)
+
+
+def _run_text(job_key: str) -> str:
+    """`run 2 of job a` for rsup's key `a.2`."""
+    name, _, run = job_key.rpartition(".")
+    return f"run {run} of job {name}" if name and run.isdecimal() else f"job {job_key}"
 
 
 def _is_over(folder: Path, owner: dict[str, str | int]) -> bool:

@@ -236,6 +236,12 @@ class Session:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup_fd, 1)
 
+    def send_from_fork(self, message: wire.RankToAgent) -> None:
+        """In a process that was forked off this one, where nobody sends what is queued: send at once, or not at all."""
+        with contextlib.suppress(OSError):
+            if self._link is not None:
+                self._link.send(wire.encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
     def close(self) -> None:
         """Send what is queued, within a second, and stop the thread."""
         self._closing = True

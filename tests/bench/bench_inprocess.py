@@ -1,7 +1,8 @@
 """In-process restart: from a fault in rank 1 to every rank back in the training function, and past its first collective.
 
 Peer: NVRx's Wrapper alone, with its defaults and tuned (intervals 0.1 s, last call 0.1 s), started by a launcher that leaves
-siblings alone, its workload store prefixed by hand as its documentation says. gloo on CPU, NCCL where there are two GPUs.
+siblings alone, its workload store prefixed by hand and NCCL set up as its documentation says. gloo on CPU, NCCL where there are
+two GPUs. Under the table: what each step of our restarts took; where a row has no sample, the ends of its ranks' logs.
 `SIGKILL, reserve`: three ranks, two compute. `SIGKILL, replacement`: two ranks, a new process joins (NVRx has no such thing).
 
     python -m tests.bench.bench_inprocess [RESTARTS_A_RUN]
@@ -14,12 +15,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 from tests.bench.table import RSUP, Row, Workplace
 
 RESTARTS = 8
 RUN_WITHIN_S = 240.0
 JOB = "bench"
+FOR_NCCL = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What NVRx's documentation asks of its users, and `restartable` sets by itself: with the first one's default an aborted
+communicator ends the process, with the second's multicast memory hangs in the abort."""
+MAX_REASON_CHARS = 160
 
 TRAINING = """
 import datetime, json, os, signal, sys, time
@@ -31,8 +38,8 @@ FIRST_RANK = os.environ["RANK"]
 device = f"cuda:{os.environ['LOCAL_RANK']}" if CUDA else "cpu"
 out = open(f"{os.environ['OUT']}/times-{FIRST_RANK}-{os.getpid()}", "a", buffering=1)
 
-def note(what, entry):
-    out.write(json.dumps([what, entry, time.time()]) + "\\n")
+def note(what, entry, value=None):
+    out.write(json.dumps([what, entry, time.time() if value is None else value]) + "\\n")
 
 def work(entry, store=None):
     note("enter", entry)
@@ -60,6 +67,8 @@ def work(entry, store=None):
     if entry <= RESTARTS:
         while True:  # a healthy rank waits in its next collective
             dist.all_reduce(ones)
+            if CUDA:
+                torch.cuda.synchronize()  # as a step does that looks at its loss; else a thousand of them wait to be launched
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,7 +81,12 @@ if MODE == "rsup":
     from rsup.worker.inprocess import InProcessSettings, current_entry, restartable
     active = int(os.environ["ACTIVE"])
     settings = InProcessSettings(active_world_size=active or None, granularity="rank")
-    restartable(lambda: work(current_entry().number), settings)()
+
+    def train():
+        note("steps", current_entry().number, current_entry().restart_timings)
+        work(current_entry().number)
+
+    restartable(train, settings)()
 else:
     from nvidia_resiliency_ext import inprocess
     seconds = lambda value: datetime.timedelta(seconds=value)
@@ -80,7 +94,7 @@ else:
     if MODE == "tuned":
         names = ("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval", "progress_watchdog_interval")
         tuned = {name: seconds(0.1) for name in (*names, "last_call_wait")}
-    os.environ.pop("LOCAL_RANK") if not CUDA else None  # without NVML its GPU check fails every restart
+    os.environ.pop("LOCAL_RANK")  # with it NVRx asks NVML and sysfs for GPU, NVLink and NIC by index: a container has them not
     port, size, rank = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     base = dist.TCPStore("127.0.0.1", port, size, rank == 0, multi_tenant=True, wait_for_workers=True, use_libuv=True)
     active = int(os.environ["ACTIVE"])
@@ -99,6 +113,16 @@ else:
 """
 
 
+class Found(NamedTuple):
+    """Seconds from each fault to re-entry of the last rank that computes, and to its first collective. `steps`: of each
+    restart, by name, on the slowest rank. `why`: the last lines of the ranks where there is no sample."""
+
+    re_entry: list[float]
+    first: list[float]
+    steps: dict[str, list[float]]
+    why: list[str]
+
+
 def main(restarts: int = RESTARTS) -> list[Row]:
     """Rows in seconds."""
     rows: list[Row] = []
@@ -111,33 +135,68 @@ def main(restarts: int = RESTARTS) -> list[Row]:
     return rows
 
 
-def _rows(what: str, who: str, found: tuple[list[float], list[float]]) -> list[Row]:
+def _rows(what: str, who: str, found: Found) -> list[Row]:
     goal = ("<= 0.2 s on CPU", "<= 0.4 s on 2 H200") if who == "rsup" and what == "exception" else ("", "")
+    for line in found.why:
+        print(f"{what}, {who}: no sample: {line}", file=sys.stderr)
+    if found.steps:
+        steps = ", ".join(f"{step} {median(seconds):.3f}" for step, seconds in found.steps.items())
+        print(f"{what}, {who}: median seconds of each step, on the slowest rank: {steps}", file=sys.stderr)
+    why = found.why[-1][:MAX_REASON_CHARS] if found.why else ""
     return [
-        Row(f"{what} to re-entry", who, found[0], "s", goal[0]),
-        Row(f"{what} to first collective", who, found[1], "s", goal[1]),
+        Row(f"{what} to re-entry", who, found.re_entry, "s", goal[0], why),
+        Row(f"{what} to first collective", who, found.first, "s", goal[1], why),
     ]
 
 
-def one_run(mode: str, fault: str, world_size: int, active: int, restarts: int) -> tuple[list[float], list[float]]:
-    """Seconds from each fault to re-entry of the last rank that computes, and to its first collective."""
+def one_run(mode: str, fault: str, world_size: int, active: int, restarts: int) -> Found:
+    """One row's run, from its start to its end."""
     with Workplace() as place:
         place.environment |= {"MODE": mode, "FAULT": fault, "RESTARTS": str(restarts), "ACTIVE": str(active)}
         script = place.script("training.py", TRAINING)
         if mode == "rsup":
             no_limits = ["--inprocess-identical-limit", "0", "--inprocess-no-progress-limit", "0"]
             options = ["--nproc-per-node", str(world_size), "--job-id", JOB, *no_limits]
-            processes = [place.start([*RSUP, "launch", *options, script])]
+            processes = [_start(place, "launch", [*RSUP, "launch", *options, script])]
         else:
             processes = _alone(place, script, world_size)
         try:
             _wait(place, processes, active or world_size, restarts)
+            ended = [process.poll() for process in processes]
         finally:
             for process in processes:
                 place.kill(process)
-        if os.environ.get("RSUP_BENCH_DEBUG"):
-            print(place.log_tail())
-        return _samples(place.folder, restarts, active or world_size)
+        re_entry, first = _samples(place.folder, restarts, active or world_size)
+        is_asked_for = bool(os.environ.get("RSUP_BENCH_DEBUG"))
+        why = _last_lines(place, ended, 40 if is_asked_for else 4) if is_asked_for or not first else []
+        return Found(re_entry, first, _steps(place.folder), why)
+
+
+def _start(place: Workplace, name: str, command: list[str]) -> "subprocess.Popen[bytes]":
+    """Start a command with a log of its own."""
+    with (place.folder / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=place.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+
+def _last_lines(place: Workplace, ended: list[int | None], most: int) -> list[str]:
+    """What each process wrote last, and how it ended."""
+    found = []
+    for path, code in zip(sorted(place.folder.glob("*.log")), ended, strict=True):
+        how = "was still running" if code is None else f"exited with {code}"
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        found += [f"{path.stem} {how}: {line}" for line in lines[-most:] or ["it wrote nothing"]]
+    return found
+
+
+def _steps(folder: Path) -> dict[str, list[float]]:
+    """Of each restart, the seconds of each step on the rank that took longest for it."""
+    found: dict[str, list[float]] = {}
+    for of_ranks in _read(folder, "steps").values():
+        for step in dict.fromkeys(step for of_one in of_ranks for step in of_one):
+            found.setdefault(step, []).append(max(of_one.get(step, 0.0) for of_one in of_ranks))
+    return found
 
 
 def _alone(place: Workplace, script: str, world_size: int) -> "list[subprocess.Popen[bytes]]":
@@ -151,8 +210,9 @@ def _alone(place: Workplace, script: str, world_size: int) -> "list[subprocess.P
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "TORCH_CPP_LOG_LEVEL": "error",
+            **FOR_NCCL,
         }
-        found.append(place.start([sys.executable, "-W", "ignore", script]))
+        found.append(_start(place, f"rank-{rank}", [sys.executable, "-W", "ignore", script]))
     return found
 
 
@@ -190,12 +250,17 @@ def _times_ready(place: Workplace) -> int:
 
 def _times(folder: Path, what: str) -> dict[int, list[float]]:
     """Moments of that kind by entry."""
-    found: dict[int, list[float]] = {}
+    return _read(folder, what)
+
+
+def _read(folder: Path, what: str) -> dict[int, list[Any]]:
+    """What the ranks noted of that kind, by entry."""
+    found: dict[int, list[Any]] = {}
     for path in folder.glob("times-*"):
         for line in path.read_text().splitlines():
-            kind, entry, moment = json.loads(line)
-            if kind == what:
-                found.setdefault(entry, []).append(moment)
+            kind, entry, value = json.loads(line)
+            if kind == what and value:
+                found.setdefault(entry, []).append(value)
     return found
 
 

@@ -91,7 +91,18 @@ def test_an_operator_who_stops_the_job_stops_all_of_it() -> None:
     told(driver, "b")
     driver.feed(OperatorAsked("stop", "root", "", "r1", ""))
     stop_ranks(driver, "a", "b")
-    assert driver.state.result is not None
+    assert driver.state.result is not None and driver.state.result.reason.endswith(": no durable save was reported")
+
+
+def test_why_a_stop_after_a_save_is_no_success_is_said() -> None:
+    """One way or the other, not both."""
+    driver = Driver(spec(min_nodes=1, max_nodes=1)).run_nodes("a")
+    driver.feed(OperatorAsked("stop", "root", "", "r1", ""))
+    driver.exit("a", 0, 0, saved=True)
+    driver.exit("a", 1, 143, signal=15, by_us="too slow")
+    driver.gone("a")
+    assert driver.state.result is not None and driver.state.result.exit_code == 143
+    assert driver.state.result.reason == "stopped by root: a durable save was reported, but only 1 of 2 ranks left with 0"
 
 
 def test_a_spare_leaves_alone_and_the_first_node_says_so() -> None:

@@ -211,6 +211,7 @@ def test_a_rank_sees_its_phase_and_its_deadline(tmp_path: Path) -> None:
         "RSUP_PHASE_NAME": "",
         "RSUP_PHASE_ITERATION_OFFSET": "8",
         "RSUP_PHASE_SAMPLE_OFFSET": "64",
+        "RSUP_PHASE_ENDS": "8",
         "RSUP_DEADLINE": "4000000000",
         "RSUP_DEADLINE_MARGIN": "7",
         "RSUP_SAVE_S": "2.500",

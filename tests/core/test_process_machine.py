@@ -523,6 +523,22 @@ def test_requests_go_to_ranks_that_take_them_and_the_others_get_sigterm() -> Non
     assert facts(actions, wire.RequestDone)[0].done
 
 
+def test_a_request_that_one_rank_could_not_do_is_not_done_and_its_reason_travels() -> None:
+    """`rsup checkpoint` then ends with 1 and says why; the reason of the first rank that gave one counts."""
+    agent = Agent().run()
+    for local_rank in (0, 1):
+        agent.feed(ev.RankMessage(1, local_rank, wire.RankHello(local_rank, 1, 11, "CPU-x", takes_requests=True)))
+    agent.order(wire.SaveCheckpoint(0, "r", "q"))
+    failed = wire.RankRequestDone("q", 5, done=False, message="the disk is full")
+    assert not facts(agent.feed(ev.RankMessage(1, 1, failed)), wire.RequestDone)
+    (answer,) = facts(agent.feed(ev.RankMessage(1, 0, wire.RankRequestDone("q", 5))), wire.RequestDone)
+    assert (answer.request_id, answer.done, answer.message) == ("q", False, "the disk is full")
+    agent.order(wire.SaveCheckpoint(0, "r", "q2"))
+    for local_rank in (0, 1):
+        actions = agent.feed(ev.RankMessage(1, local_rank, wire.RankRequestDone("q2", 6, done=False)))
+    assert facts(actions, wire.RequestDone)[0].message == "the script could not"
+
+
 def test_declared_exit_code_travels_with_the_exit() -> None:
     agent = Agent().run()
     agent.feed(ev.RankMessage(1, 0, wire.RankDeclares(17, "validation failed")))

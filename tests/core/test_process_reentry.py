@@ -86,6 +86,18 @@ def test_a_dead_rank_gets_a_new_process_and_its_siblings_keep_theirs() -> None:
     assert agent.replace(0, 2)[1] == ev.ReplaceRank(1, 0, 2, "rank died")
 
 
+def test_a_rank_that_nvrx_is_about_to_kill_is_told_with_its_end() -> None:
+    agent = Agent()
+    why = f"{wire.HUNG}: no sign of progress for 90 s ({wire.HARD_LIMIT})"
+    assert agent.say(1, wire.RankFault(0, "hard-timeout", why)) == []
+    (hung,) = facts(agent.feed(ev.RankDied(1, 1, 143, 15, killer=wire.NOT_OURS)), wire.RankExited)
+    assert (hung.killer, hung.by_us) == (why, "")
+    agent.replace(1)
+    agent.feed(ev.RankReplaced(1, 1, 13))
+    (again,) = facts(agent.feed(ev.RankDied(1, 1, 143, 15, killer=wire.NOT_OURS)), wire.RankExited)
+    assert again.killer == wire.NOT_OURS, "that was said of the process before"
+
+
 def test_what_the_dead_process_declared_is_not_the_new_ones_word() -> None:
     agent = Agent()
     agent.say(0, wire.RankHello(0, 1, 11, takes_requests=True))

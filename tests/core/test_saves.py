@@ -66,6 +66,18 @@ def test_frequent_local_checkpoints_do_not_flood_the_store() -> None:
     assert max(sizes[100:]) < sizes[100] + 60
 
 
+def test_a_save_that_training_stood_still_for_counts_once_and_its_time_is_kept() -> None:
+    """As a loop of one's own reports it: begun, durable, then how long it took; no line and no count for the last."""
+    driver = running()
+    save(driver, 5, "begun", path="/c/5")
+    driver.say("a", wire.CheckpointCommitted(driver.now().us, 1, 5, "/c/5", 1.5))
+    save(driver, 5, "stood", path="/c/5", stall_s=1.5)
+    saves = driver.state.saves
+    assert (saves.num_begun, saves.num_durable, saves.num_failed, saves.stall_us) == (1, 1, 0, {1: 1_500_000})
+    assert not saves.under_way and driver.state.checkpoint == 5
+    assert len(told(driver, "SaveBegun")) == len(told(driver, "CheckpointCommitted")) == 1
+
+
 def test_a_save_dies_with_its_attempt() -> None:
     driver = running()
     save(driver, 5, "begun", stall_s=1.0)

@@ -40,6 +40,7 @@ def train():
     seen = {"entry": entry, "rss_mib": rss_mib, "allocated_mib": torch.cuda.memory_allocated() >> 20}
     seen |= {"free_mib": torch.cuda.mem_get_info()[0] >> 20, "threads": len(os.listdir("/proc/self/task"))}
     seen |= {"descriptors": len(os.listdir("/proc/self/fd")), "pid": os.getpid()}
+    seen |= {"steps": {name: round(took_s, 3) for name, took_s in current_entry().restart_timings.items()}}
     out.write(json.dumps(seen) + "\\n")
     if entry < 21:
         if RANK == "1":
@@ -69,6 +70,49 @@ def test_twenty_restarts_in_one_process_take_no_more_memory(place: Place) -> Non
         assert last["rss_mib"] <= fifth["rss_mib"] + 100
         assert last["descriptors"] <= fifth["descriptors"] + 8
         assert last["threads"] <= fifth["threads"] + 4
+
+
+GRAPH = """
+import os
+import torch, torch.distributed as dist
+from rsup.worker.inprocess import current_entry, restartable
+from rsup.worker.inprocess.entry import finish_backend_init
+
+RANK, LOCAL = os.environ["RANK"], int(os.environ["LOCAL_RANK"])
+
+def train():
+    torch.cuda.set_device(LOCAL)
+    device = torch.device("cuda", LOCAL)
+    dist.init_process_group("nccl", device_id=device)
+    finish_backend_init(device)
+    graph, ones = torch.cuda.CUDAGraph(), torch.ones(1024, device=device)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        dist.all_reduce(ones)
+    current_entry().at_restart(graph.reset)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    if current_entry().number < 4:
+        if RANK == "1":
+            raise ValueError("boom")
+        while True:
+            graph.replay()
+            torch.cuda.synchronize()
+    graph.reset()
+    dist.destroy_process_group()
+
+restartable(train)()
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(150)
+def test_an_abort_does_not_wait_for_graphs_that_go_after_it(place: Place) -> None:
+    """An abort ends when no graph is left that holds its kernels; the training thread, which lets go of it, is freed before."""
+    limits = ("--inprocess-identical-limit", "0", "--inprocess-no-progress-limit", "0")
+    place.launch("--nproc-per-node", "2", "--job-id", "g", *limits, place.script(GRAPH)).ends(0, 120)
+    assert len(place.status("g")["attempts"]) == 1
+    assert "every rank is in entry 4" in place.rsup("events", "g")
 
 
 TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--deterministic-mode")

@@ -1,11 +1,15 @@
 """In-process restart in whole jobs: what strikes ranks, and that training goes on in the same attempt, or at least goes on."""
 
+import contextlib
 import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Launched, Place, wait_until
 
 pytest.importorskip("nvidia_resiliency_ext")
 pytestmark = pytest.mark.slow
@@ -36,6 +40,9 @@ def strike(entry, moment):
             if kind == "busy":
                 while True:
                     time.sleep(0.01)
+            if kind == "gil-hang":
+                import ctypes
+                ctypes.PyDLL(None).sleep(300)  # a PyDLL keeps the interpreter lock
             if kind == "swallow":
                 while True:
                     try:
@@ -133,12 +140,18 @@ def test_twenty_entries_in_one_process(place: Place) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_loop_of_pythons_that_never_ends_is_left_when_its_victims_show_no_progress(place: Place) -> None:
+def test_hangs_without_limits_of_ours_are_blamed_on_the_rank_that_hangs_and_cost_no_other_its_process(place: Place) -> None:
     """nvrx.md 5d: with NVRx alone the innocent victim was killed, and the job with it."""
-    assert run(place, "busy", [[1, 1, "busy"]], 2, **FAST) == [f"rank {rank} ends in entry 2" for rank in range(2)]
-    assert len(place.status("busy")["attempts"]) == 1
-    for rank in range(2):
-        assert len({line["pid"] for line in entries(place, rank)}) == 1, "nobody was killed"
+    lines = run(place, "hangs", [[1, 1, "busy"], [2, 0, "gil-hang"]], 2, **FAST)
+    assert lines == [f"rank {rank} ends in entry 3" for rank in range(2)]
+    status = place.status("hangs")
+    assert len(status["attempts"]) == 1
+    assert [len({line["pid"] for line in entries(place, rank)}) for rank in range(2)] == [2, 1], "one process was killed"
+    hung, busy = sorted(status["incidents"], key=lambda incident: int(incident["rank"]))
+    assert (busy["rank"], busy["victims"], busy["found_by"]) == (1, [0], "in-process restart's soft limit")
+    assert "no progress for 3 s" in busy["text"] and "it stands in strike (script.py" in busy["text"]
+    assert (hung["rank"], hung["victims"], hung["found_by"]) == (0, [1], "in-process restart's hard limit")
+    assert "since it hung: no sign of progress for 6 s" in hung["text"]
 
 
 @pytest.mark.timeout(240)
@@ -240,6 +253,57 @@ def test_the_trainer_ends_with_the_digest_of_an_undisturbed_run(place: Place) ->
     disturbed = train(place, "d", 2, *(part for fault in faults for part in ("--fault", fault)), "--enable-ft-package")
     assert disturbed == calm_digest(place)
     assert len(place.status("d")["attempts"]) == 1
+
+
+def begin(place: Place, job: str, *options: str, launch: tuple[str, ...] = ()) -> Launched:
+    """A small training that goes on for long, with in-process restart and an exit signal."""
+    more = ("--iterations", "100000", "--inprocess-restart", "--exit-signal-handler", "--save", str(place.folder / job))
+    arguments = ("--nproc-per-node", "2", "--job-id", job, "--max-restarts", "1", *launch)
+    return place.launch(*arguments, *TRAIN, *TINY, "--eval-iters", "0", *more, *options)
+
+
+def monitors(ranks: list[int]) -> list[int]:
+    """NVRx's daemons of those processes: they have the same environment, but for nobody's being their parent."""
+    slots = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_leader = os.getsid(int(folder.name)) in ranks
+            if int(folder.name) not in ranks and not is_leader and (folder / "environ").read_bytes() in slots.values():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_a_signal_to_every_process_of_a_step_is_the_ranks_business(place: Place) -> None:
+    """SLURM sends it to NVRx's daemons, too. A monitor that is gone would be a fault of its rank."""
+    launched = begin(place, "slurm")
+    wait_until(lambda: "iteration" in launched.stdout, "the ranks train", within_s=90)
+    ranks = [rank["pid"] for rank in place.status("slurm")["ranks"]]
+    daemons = monitors(ranks)
+    assert len(daemons) == 2, daemons
+    for pid in daemons:
+        os.kill(pid, signal.SIGTERM)
+    reached = launched.stdout.count("iteration")
+    wait_until(lambda: launched.stdout.count("iteration") > reached, "training goes on")
+    assert all(Path(f"/proc/{pid}").exists() for pid in daemons)
+    for pid in (*daemons, *ranks):
+        os.kill(pid, signal.SIGTERM)
+    launched.ends(0)
+    status = place.status("slurm")
+    assert not status["incidents"] and len(status["attempts"]) == 1 and status["counts"]["checkpoints"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)
+
+
+@pytest.mark.timeout(240)
+def test_a_stop_during_a_restart_does_not_wait_for_a_save_that_cannot_be(place: Place) -> None:
+    launch = ("--no-standby", "--shutdown-timeout", "300")
+    launched = begin(place, "stopped", "--fault", "rank=1,iteration=12,kind=sigkill", launch=launch)
+    wait_until(lambda: "rank 1 gets a new process" in launched.stderr, "a new process imports torch", within_s=90)
+    launched.process.send_signal(signal.SIGTERM)
+    launched.ends(143)  # long before the grace is over
+    lines = [line for line in launched.stderr.splitlines() if "the ranks cannot save, and are ended" in line]
+    assert len(lines) == 1 and "received SIGTERM" in lines[0]
 
 
 @pytest.mark.timeout(300)

@@ -94,3 +94,36 @@ def test_a_stranger_at_the_endpoint_is_named(place: Place) -> None:
         assert str(os.getpid()) in launched.stderr
         launched.ends(1)
     assert f"no supervisor answered at 127.0.0.1:{port} within 8 s" in launched.stderr
+
+
+LOSES_ITS_DISK = """
+import os, shutil, sys
+disk = sys.argv[sys.argv.index("--non-persistent-local-ckpt-dir") + 1]
+if os.environ["RANK"] + os.environ["RSUP_ATTEMPT"] == "12":
+    shutil.rmtree(disk)
+from rsup.worker.reference.train import run_as_program
+run_as_program()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_lost_its_local_checkpoints_goes_on_from_the_other_nodes_copies(place: Place) -> None:
+    """Two launchers with directories of their own, as on two hosts. After a fault the newest checkpoint is the local one."""
+    port, script = free_port(), place.script(LOSES_ITS_DISK)
+    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --eval-iters 0"
+    train = (script, *tiny.split(), "--iterations", "9", "--save", str(place.folder / "c"), "--save-interval", "8")
+    train += ("--no-async-save", "--non-persistent-save-interval", "3", "--non-persistent-ckpt-type", "local", "--replication")
+    nodes = []
+    for rank in (0, 1):
+        disk = (
+            "--non-persistent-local-ckpt-dir",
+            str(place.folder / f"disk-{rank}"),
+            "--fault=rank=0,iteration=8,kind=sigkill",
+        )
+        words = ("--node-rank", str(rank), "--nnodes", "2", "--job-id", "l", "--max-restarts", "1", *train, *disk)
+        nodes.append(node(place, port, *words, apart=f"n{rank}"))
+    for launched in nodes:
+        launched.ends(0)
+    assert "local checkpoint of iteration 6 is whole" in nodes[0].stdout
+    assert f"resumed from the local checkpoint in {place.folder}/disk-0/rsup-" in nodes[0].stdout
+    assert ": 6 iterations" in nodes[0].stdout and (place.folder / "c" / "iter_0000009").is_dir()

@@ -48,7 +48,7 @@ class Watcher:
         """A transaction is on disk."""
         events = [record for record in records if isinstance(record, EventLogged)]
         moved = any(event.kind in ("CaseMoved", "CaseRestart") for event in events)
-        in_process = any(event.kind.startswith("InProcess") for event in events)
+        in_process = any(event.kind.startswith("InProcess") or event.kind == "PhaseChange" for event in events)
         free = moved or (in_process and not any(event.kind in ("Restart", "InProcessGivenUp") for event in events))
         for record in records:
             if isinstance(record, EventLogged):
@@ -119,7 +119,7 @@ class Watcher:
             self.acked[agent_id] = agent.acked_fact
         self._cases_are_bounded(state)
         if free:
-            assert state.budget.restarts == self.restarts.get(record.job, 0), "a case, or a restart in process, has cost one"
+            assert state.budget.restarts == self.restarts.get(record.job, 0), "a case, restart in process or phase has cost one"
         self.restarts[record.job] = state.budget.restarts
         policy = state.spec.policy
         if policy.mode == "count":

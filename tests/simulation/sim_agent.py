@@ -150,7 +150,7 @@ class SimAgent:
         for i, rank in enumerate(self.ranks):
             hello = wire.RankHello(rank.rank, command.attempt, rank.pid, rank.device, training.plan.takes_requests)
             self.feed(ev.RankMessage(command.attempt, i, hello))
-        training.add(command.attempt, command.world_size, self.ranks)
+        training.add(command.attempt, command.world_size, self.ranks, command.phase)
 
     def _replace(self, action: ev.ReplaceRank) -> None:
         """A new process for a rank that is dead."""

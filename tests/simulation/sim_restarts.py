@@ -103,7 +103,8 @@ class Restarts:
             self.died(attempt)
         elif all(one.inside for one in ranks):
             training.iteration = training.checkpoint
-            training.after_step(attempt, entry)
+            if not training.phases.leaves():
+                training.after_step(attempt, entry)
 
     def _report(self, rank: SimRank, message: wire.RankToAgent) -> None:
         local_rank = rank.agent.ranks.index(rank)

@@ -7,7 +7,7 @@ from random import Random
 
 from rsup.launcher import process_events as ev
 from rsup.supervisor.store import Store
-from rsup.supervisor.wire import InProcessPolicy, JobSpec, Limits, RestartPolicy
+from rsup.supervisor.wire import InProcessPolicy, JobSpec, Limits, PhaseSpec, RestartPolicy
 from tests.simulation.sim_cases import KINDS, CaseFault
 from tests.simulation.sim_training import Fault, Plan
 from tests.simulation.sim_world import Chaos, World
@@ -28,6 +28,7 @@ class Scenario:
         self.world = World(seed, store, chaos)
         self.world.plans["job"] = self.plan = self._plan()
         self._plan_restarts(random.Random(seed * 17 + 3))
+        self._plan_phases(random.Random(seed * 41 + 11))
         self.spec = self._spec()
         self.num_spare_devices = self._plan_cases(random.Random(seed * 31 + 5))
         names = [f"a{i}" for i in range(self.num_nodes + self.num_spares)]
@@ -88,6 +89,12 @@ class Scenario:
             kind = rng.choice(["exception", "exception", "signal", "signal", "hang", "stuck"])
             self.plan.faults.append(Fault(rng.randrange(num_ranks), rng.randint(1, 40), kind, 9, repeat=rng.random() < 0.1))
 
+    def _plan_phases(self, rng: Random) -> None:
+        """Two to four phases in a quarter of the worlds; the training may end before the last one begins."""
+        if rng.random() < 0.25:
+            ends = sorted(rng.sample(range(1, 30), rng.choice([1, 1, 2, 3])))
+            self.plan.phases = [*(PhaseSpec(end) for end in ends), PhaseSpec()]
+
     def _spec(self) -> JobSpec:
         rng = self.random
         mode = rng.choice(["count", "auto"])
@@ -107,6 +114,7 @@ class Scenario:
             limits=Limits(sections={"step": 3.0}, enforce_calculated=True),
             policy=policy,
             in_process=self.in_process,
+            phases=self.plan.phases,
             stop_grace_s=2.0,
             join_timeout_s=90.0,
             last_call_s=rng.choice([0.0, 3.0]),
@@ -185,4 +193,5 @@ class Scenario:
 
     def _check_quiet(self) -> None:
         for record in self.world.watcher.saved.values():
-            assert (record.exit_code, record.attempt) == (0, 1), f"{record.exit_code}: {record.reason}"
+            phases = sum(phase.until_iteration < self.plan.num_iterations for phase in self.plan.phases) or 1
+            assert (record.exit_code, record.attempt) == (0, phases), f"{record.exit_code}: {record.reason}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rsup.supervisor import wire
 from tests.simulation.sim_cases import CaseFault, CaseScript
+from tests.simulation.sim_phases import Phases
 from tests.simulation.sim_restarts import Restarts
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Plan:
     takes_requests: bool = True
     shows_iterations: bool = True
     restartable: bool = False
+    phases: list[wire.PhaseSpec] = field(default_factory=list)
 
 
 @dataclass
@@ -79,26 +82,29 @@ class Training:
         self.stepping = False
         self.cases = CaseScript(self)
         self.restarts = Restarts(self)
+        self.phases = Phases(self)
 
     @property
     def world(self) -> World:
         return next(iter(self.ranks.values())).agent.world
 
-    def add(self, attempt: int, world_size: int, new: list[SimRank]) -> None:
+    def add(self, attempt: int, world_size: int, new: list[SimRank], phase: wire.PhaseStart | None) -> None:
         """Ranks of an attempt have been spawned; the first ones of a new attempt begin it."""
         if attempt > self.attempt:
             self.attempt, self.iteration, self.world_size = attempt, self.checkpoint, world_size
             self.ranks = {}
             self.leave_asked = False
             self.cases.begin()
+            self.phases.begin(phase)
         if attempt < self.attempt:
             return
+        self.phases.joins(phase)
         for rank in new:
             self.ranks[rank.rank] = rank
         if len(self.ranks) == self.world_size:
             if self.plan.restartable:
                 self.restarts.begin(attempt)
-            else:
+            elif not self.phases.leaves():
                 self.after_step(attempt)
 
     def after_step(self, attempt: int, entry: int = 0) -> None:
@@ -114,6 +120,7 @@ class Training:
             return
         if attempt != self.attempt or not all(rank.alive and not rank.hung for rank in self.ranks.values()):
             return
+        self.phases.computes(self.iteration + 1)
         self.iteration += 1
         for fault in self.plan.faults:
             if fault.iteration == self.iteration and fault.rank in self.ranks and (fault.repeat or not fault.struck):
@@ -131,13 +138,15 @@ class Training:
 
     def finish_step(self, attempt: int, entry: int = 0) -> None:
         """The iteration's results are good: save where that is due, and go on."""
-        if self.iteration % self.plan.save_interval == 0 or self.leave_asked:
+        is_last = any(phase.until_iteration == self.iteration for phase in self.plan.phases)
+        if self.iteration % self.plan.save_interval == 0 or self.leave_asked or is_last:
             self.save(self.iteration)
         if self.iteration >= self.plan.num_iterations or self.leave_asked:
             for rank in list(self.ranks.values()):
                 rank.agent.die(rank, 0, after_s=0.01 * (1 + rank.rank))
             return
-        self.after_step(attempt, entry)
+        if not self.phases.leaves():
+            self.after_step(attempt, entry)
 
     def _strike(self, fault: Fault) -> None:
         rank = self.ranks[fault.rank]

@@ -20,6 +20,8 @@ from rsup.worker.local_checkpoint_plan import Replication
 from rsup.worker.reference.ranks import joined
 
 MANY = 1 << 15
+ROOM_FOR_ONE = 300_000
+"""Bytes: enough for what one of two ranks writes, and not for both."""
 
 
 def values(rank: int, iteration: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -66,6 +68,8 @@ def perform(saver: LocalCheckpointer, directory: LocalDirectory, rank: int, word
         return ""
     if word == "fill":
         directory.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    elif word == "room":
+        directory.free_bytes = lambda: ROOM_FOR_ONE * len(arguments)  # type: ignore[method-assign]
     elif word == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (MANY, resource.RLIM_INFINITY))
     elif word == "unlimit":

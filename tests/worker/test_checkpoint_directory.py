@@ -69,16 +69,46 @@ def test_an_older_attempt_is_refused_when_it_commits_and_when_it_comes(directory
 def test_a_job_whose_directory_was_taken_is_refused_for_good(directory: CheckpointDirectory) -> None:
     first = directory.claim("a", 1)
     second = directory.claim("b", 1)
+    assert second.took_from == "a", "it had no checkpoint there that could be lost"
     with pytest.raises(DirectoryTaken, match="job b has taken") as refusal:
         directory.commit(first, Commit("a", 1, 20, 1, {}, {}))
     assert refusal.value.exit_code == EXIT_NO_REQUEUE
     with pytest.raises(DirectoryTaken):
         directory.claim("a", 1)
     write(directory, second, 20)
-    resumed = directory.claim("a", 2)  # a later attempt of the first job, started on purpose
+    with pytest.raises(DirectoryTaken, match="holds checkpoints of job b, the newest of iteration 20, and this is job a: "):
+        directory.claim("a", 2)
+    resumed = directory.claim("a", 2, on_purpose=True)
     with pytest.raises(DirectoryTaken):
         directory.check_owner(second)
     directory.check_owner(resumed)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_another"),
+    [
+        ("a.1", "b.1", True),
+        ("a.1", "a.b.1", True),
+        ("run-7-9", "other-7-10", True),
+        ("a.1", "run-7-9", True),
+        ("a.1", "a.2", False),
+        ("run-7-9", "run-8-10", False),
+        ("none-7-9", "none-8-10", False),
+        ("alone-7-9", "a.1", False),
+        ("6f9619ff-8b86-4d01-b42d-00cf4fc964ff-7-9", "0a9619ff-8b86-4d01-b42d-00cf4fc964ff-8-9", False),
+    ],
+)
+def test_another_jobs_checkpoints_are_not_gone_on_from_by_accident(
+    directory: CheckpointDirectory, before: str, now: str, is_another: bool
+) -> None:
+    """The next run of the same job is no other job, and neither is one without a name: by hand, or by a plain torchrun."""
+    first = directory.claim(before, 1)
+    write(directory, first, 10)
+    if is_another:
+        with pytest.raises(DirectoryTaken, match=rf"to go on from them on purpose add --load {directory.path}"):
+            directory.claim(now, 1)
+        directory.check_owner(first)
+    assert bool(directory.claim(now, 1, on_purpose=is_another).took_from) == is_another
 
 
 def test_the_same_attempt_may_claim_again_and_the_claim_before_ends(directory: CheckpointDirectory) -> None:

@@ -151,3 +151,22 @@ def test_loading_what_is_not_there_is_one_line(group, directory) -> None:
     for wanted in ({"y": torch.ones(2)}, {"x": torch.ones(3)}):
         with pytest.raises(CheckpointError, match=r"^cannot load .*were model and options the same\?$"):
             load_tensors(directory.folder(1), wanted)
+
+
+def test_a_damaged_file_is_one_line_without_torchs_advice(group, directory) -> None:
+    """Its reader would have the user set `weights_only=False`, which runs what is in the file."""
+    saver = Checkpointer(directory, directory.claim("a", 1), group)
+    saver.save(1, {"x": torch.ones(2000)}, {})
+    saver.finish()
+    folder = directory.folder(1)
+    (data,) = folder.glob("*.distcp")
+    whole = data.read_bytes()
+    told = rf"^cannot load {folder}: it is damaged; move it away and start again: the checkpoint before it is used then$"
+    for damaged in (b"garbage" * 1000, whole[:70] + b"\x00" * 30 + whole[100:], whole[:600], b""):
+        data.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=told):
+            load_tensors(folder, {"x": torch.zeros(2000)})
+    metadata = folder / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:50])
+    with pytest.raises(CheckpointError, match=told):
+        tensor_sizes(folder)

@@ -59,6 +59,8 @@ def until(condition: object, within_s: float = 10.0) -> None:
         (InProcessSettings(monitor_process_interval=61.0, soft_timeout=60.0), "--inprocess-monitor-process-interval (61 s)"),
         (InProcessSettings(monitor_thread_interval=0.0), "--inprocess-monitor-thread-interval must be more than 0"),
         (InProcessSettings(progress_watchdog_interval=60.0), "--inprocess-progress-watchdog-interval (60 s) must be shorter"),
+        (InProcessSettings(last_call_wait=120.0), "--inprocess-last-call-wait (120 s) must be shorter"),
+        (InProcessSettings(termination_grace_time=120.0), "--inprocess-termination-grace-time (120 s) must be shorter"),
         (InProcessSettings(active_world_size=5), "--inprocess-active-world-size 5: there are 4 ranks"),
         (InProcessSettings(active_world_size=3), "is no multiple of the 2 ranks of a node"),
         (InProcessSettings(max_iterations=0), "--inprocess-max-iterations must be 1 or more"),
@@ -193,6 +195,9 @@ def test_an_own_soft_timeout_is_told_from_another_ranks(port: int) -> None:
     store = JobStore("127.0.0.1", port)
     peers = peers_on(store, iteration=0)
     store.of_iteration(0).record_interrupted([InterruptionRecord(2, Interruption.SOFT_TIMEOUT)])
+    assert peers.timed_out(2)
+    assert peers.timed_out(1)  # which shows signs of progress, and may well be the one that the others wait for
+    store.of_iteration(0).record_interrupted([InterruptionRecord(0, Interruption.EXCEPTION)])
     assert peers.timed_out(2)
     assert not peers.timed_out(1)
 

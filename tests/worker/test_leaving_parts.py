@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -116,6 +117,12 @@ def test_the_phase_comes_from_the_environment() -> None:
     phase = current_phase(environ)
     assert phase is not None and phase == JobPhase(1, "x", 8, None, 14)
     assert [bool(phase.problem_at(iteration)) for iteration in (7, 8, 13, 14)] == [True, False, False, True]
+    ends = current_phase({**environ, "RSUP_PHASE_ENDS": "8,14,30"})
+    assert ends is not None and [ends.left_out(last) for last in (31, 30, 14)] == [
+        "",
+        "phase 3 ends after iteration 30 and the training after 30: the last phase gets no iterations",
+        "phase 2 ends after iteration 14 and the training after 14: phases 3 to 4 get no iterations",
+    ]
     with pytest.raises(UsageError, match="RSUP_PHASE=one is not a whole number"):
         current_phase({"RSUP_PHASE": "one"})
 
@@ -241,10 +248,36 @@ def test_an_iteration_is_measured_where_every_iteration_saves(monkeypatch: pytes
     assert "an iteration 2.0 s" in deadline.text(0.0)
 
 
-def test_a_failed_save_is_said_at_once_and_counts_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What the rank tells the supervisor of its saves."""
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr("rsup.worker.report_save", lambda *words, text="": told.append((*words, text)))
+    monkeypatch.setattr("rsup.worker.report_checkpoint", lambda *words: told.append(("durable", *words)))
+    return told
+
+
+def test_a_plain_loops_saves_are_reported_with_the_time_that_they_took(reports: list[tuple[object, ...]]) -> None:
+    """So that goodput knows them: training stands still for all of such a save."""
+    leaving = Leaving(save_interval=1, signals=())
+    assert leaving.after(1).save
+    with leaving.saving("/c"):
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 0.01:
+            pass
+    begun, durable, stood = reports
+    assert begun == (1, "begun", "/c", "") and durable[:3] == ("durable", 1, "/c")
+    assert stood[:3] == (1, "stood", "/c") and stood[3] == durable[3]
+    assert isinstance(stood[3], float) and stood[3] >= 0.01
+
+
+def test_a_failed_save_is_said_at_once_and_counts_nowhere(
+    capsys: pytest.CaptureFixture[str], reports: list[tuple[object, ...]]
+) -> None:
     leaving = Leaving(save_interval=1, signals=())
     assert leaving.after(1).save
     with pytest.raises(OSError, match="disk"), leaving.saving("/c"):
         raise OSError("the disk is full")
+    assert reports == [(1, "begun", "/c", ""), (1, "failed", "/c", "OSError: the disk is full")]
     assert "the save of iteration 1 has failed: OSError: the disk is full" in capsys.readouterr().err
     assert leaving.leave() == 1

@@ -154,11 +154,43 @@ def test_only_jobs_of_which_nothing_lives_are_swept_from_memory(tmp_path: Path) 
     try:
         assert LocalDirectory(tmp_path, "mine.1", in_memory=False).sweep() == []
         removed = mine.sweep()
-        assert len(removed) == 1 and "of job over.1, which is over" in removed[0]
+        assert len(removed) == 1 and "of run 1 of job over, which is over" in removed[0]
         left = {(path / "owner.json").read_text().split('"')[3] for path in tmp_path.iterdir()}
         assert left == {"mine.1", "living.1", "between.1"}
     finally:
         living.communicate(b"", timeout=20)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_local_checkpoints_of_an_earlier_run_of_the_job_are_named_and_go(tmp_path: Path, in_memory: bool) -> None:
+    """A new run (no --resume) goes on without them. In memory they go at once, on disk with its first own one."""
+    earlier, other = LocalDirectory(tmp_path, "a.b.1", in_memory), LocalDirectory(tmp_path, "a.1", in_memory)
+    for directory in (earlier, other):
+        directory.make(Launcher(1, 1))  # another process has that number now
+        directory.final(30, "0" * 16, 1).write_bytes(bytes(3 << 20))
+        local_checkpoint_directory._release(directory.path)
+    mine = LocalDirectory(tmp_path, "a.b.2", in_memory)
+    mine.make(this_launcher(None))
+    (line,) = [line for line in mine.sweep() + mine.earlier_runs() if "run 1 of job a.b" in line]
+    assert "3 MiB of local checkpoints of run 1 of job a.b (the newest of iteration 30), an earlier run" in line
+    assert (
+        line.startswith("removed ") if in_memory else line.endswith("they go once this run has a local checkpoint of its own")
+    )
+    assert earlier.path.exists() != in_memory
+    mine.remove_earlier_runs()
+    assert not earlier.path.exists() and other.path.exists() != in_memory and mine.path.exists()
+    assert not mine.earlier_runs()
+    mine.remove()
+
+
+def test_an_earlier_run_of_which_a_rank_lives_keeps_its_files(tmp_path: Path) -> None:
+    earlier, mine = LocalDirectory(tmp_path, "a.1", in_memory=False), LocalDirectory(tmp_path, "a.2", in_memory=False)
+    earlier.make(Launcher(1, 1))
+    earlier.final(30, "0" * 16, 1).write_bytes(b"part")
+    assert mine.earlier_runs()[0].endswith("they stay: it may be alive")
+    mine.remove_earlier_runs()
+    assert earlier.path.exists()
+    earlier.remove()
 
 
 def test_a_swept_folder_is_made_again(tmp_path: Path) -> None:
@@ -203,6 +235,12 @@ LOCAL = ["--save", "s", "--save-interval", "10", "--non-persistent-save-interval
         ),
         ([*LOCAL, "in_memory", "--save-interval", "1"], "is a multiple of --save-interval 1: each local checkpoint would fall"),
         (["--empty-unused-memory-level", "3"], "invalid choice"),
+        (["--replication-factor", "3"], "--replication-factor needs --replication"),
+        (["--non-persistent-local-ckpt-algo", "atomic"], "needs --non-persistent-save-interval"),
+        (["--exit-on-missing-checkpoint"], "--exit-on-missing-checkpoint needs --load or --save"),
+        (["--exit-duration-in-mins", "0"], "--exit-duration-in-mins must be more than 0"),
+        (["--distributed-timeout-minutes", "0"], "--distributed-timeout-minutes must be more than 0"),
+        (["--inprocess-soft-timeout", "5"], "--inprocess-soft-timeout needs --inprocess-restart"),
     ],
 )
 def test_options_that_do_not_fit_together(arguments: list[str], message: str) -> None:

@@ -107,6 +107,14 @@ def test_a_save_that_fails_leaves_the_older_one(follow: Follow, tmp_path: Path) 
     assert unfinished == []
 
 
+def test_the_room_must_do_for_all_ranks_of_the_node(follow: Follow, tmp_path: Path) -> None:
+    """Shared memory that is full kills whoever writes next; each rank alone would have found room."""
+    lines = follow(2, 2, ["room", 0], ["save", 3], ["room", 0, 1], ["save", 6])
+    assert all("has room for 0 MiB" in own[0] and own[1] == "saved 6: error='' lost=''" for own in lines)
+    sizes = [path.stat().st_size for path in files(tmp_path / "node-0")]
+    assert len(sizes) == 2 and max(sizes) < 300_000 < sum(sizes)
+
+
 def test_a_directory_that_cannot_be_used_is_said_at_the_start(follow: Follow, tmp_path: Path) -> None:
     (tmp_path / "node-1").write_text("a file")
     first, second = follow(2, 1)

@@ -59,8 +59,9 @@ def test_a_save_killed_on_one_rank_is_not_gone_on_from(runs, tmp_path: Path) -> 
     assert "all ranks are on one node: copies of local checkpoints only help against a damaged file" in first.text()
     assert "from the local checkpoint in" in second.text() and ": 3 iterations, 12 samples" in second.text()
     assert "checkpoint of iteration 14 is durable" in second.text()
-    left = runs.run(2, *options, "--exit-interval", "9", "--iterations", "9", job="leave", number=1)
-    assert left.codes() == [0, 0]
+    elsewhere = ("--save", str(tmp_path / "other"))
+    left = runs.run(2, *options, *elsewhere, "--exit-interval", "9", "--iterations", "9", job="leave", number=1)
+    assert left.codes() == [0, 0] and "checkpoint of iteration 9 is durable" in left.text()
 
 
 def test_the_optimizer_away_during_evaluations_changes_nothing(runs, tmp_path: Path) -> None:

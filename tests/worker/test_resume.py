@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rsup.supervisor.wire import EXIT_NO_REQUEUE
 from rsup.worker.checkpoint_directory import COMMIT_FILE
 
 
@@ -116,6 +117,10 @@ def test_load_from_another_directory(runs, tmp_path: Path) -> None:
     run = runs.run(1, "--iterations", "6", "--load", str(tmp_path / "old"), "--save", str(tmp_path / "new"))
     assert f"resumed from {tmp_path}/old/iter_0000004" in run.text()
     assert durable(run.text()) == [6]
+    restarted = runs.run(1, "--iterations", "7", "--load", str(tmp_path / "old"), "--save", str(tmp_path / "new"), number=2)
+    assert f"resumed from {tmp_path}/new/iter_0000006" in restarted.text(), "a restart loses nothing of its own"
+    anew = runs.run(1, "--iterations", "5", "--load", str(tmp_path / "old"), "--save", str(tmp_path / "new"), job="next")
+    assert anew.codes() == [EXIT_NO_REQUEUE] and "holds checkpoints of job job" in anew.text()
     shutil.rmtree(tmp_path / "old" / "iter_0000004")
     lost = runs.run(1, "--iterations", "6", "--load", str(tmp_path / "old"))
     assert "training starts from the beginning" in lost.text()

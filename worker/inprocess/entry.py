@@ -19,6 +19,9 @@ class Entry:
     rank: int
     world_size: int
     joined: bool = False
+    restart_timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of each step of the restart that led to this entry, on this rank, from its fault on; in brackets what ran beside
+    the others. Empty in the first entry. For benchmarks: the names of the steps are no interface."""
     _at_abort: list[Callable[[], object]] = field(default_factory=list)
     _at_restart: list[Callable[[], object]] = field(default_factory=list)
 

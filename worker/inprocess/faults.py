@@ -1,8 +1,12 @@
 """What a rank tells about the fault that ended its entry into the training function."""
 
+import errno
 import re
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 import rsup.worker
@@ -17,14 +21,35 @@ LOST_CONNECTION = (
     "nccl communicator was aborted",
     "socketpollconnect",
 )
+PASSING_ERRORS = (
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,
+    errno.ENOLCK,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EREMOTEIO,
+)
+"""Of the operating system, mostly a network file system's: the next entry may meet none."""
+_SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")
+"""gloo's own, which would be all that there is room for."""
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 MAX_TRACEBACK_CHARS = 8000
+_WAITS_IN_TORCH = re.compile(r"/torch/(distributed|nn/parallel|autograd|cuda)/")
+_WAITS_BY_NAME = re.compile(
+    r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|synchronize|wait|item|tolist|cpu)\("
+)
+INNERMOST_FRAMES = 6
 
 
 def describe(error: BaseException, entry: int, iteration: int) -> wire.RankFault:
     """The report of an exception that the training function raised in that `entry`, around that `iteration`."""
     text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    is_victim = isinstance(error, RuntimeError) and any(part in str(error).lower() for part in LOST_CONNECTION)
+    is_victim = _lost_connection(error)
     story = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
     return wire.RankFault(
         entry=entry,
@@ -35,6 +60,30 @@ def describe(error: BaseException, entry: int, iteration: int) -> wire.RankFault
         iteration=iteration,
         victim=is_victim,
     )
+
+
+def _lost_connection(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in LOST_CONNECTION)
+
+
+def may_pass(error: wire.RsupError) -> bool:
+    """Whether an operating error is of a kind that the next entry may not meet: it comes from a lost connection to another
+    rank, or from an error of the operating system that passes. A damaged checkpoint or wrong usage does not get better."""
+    chain = list(causes(error))
+    lost = any(_lost_connection(one) for one in chain)
+    return lost or any(isinstance(one, OSError) and one.errno in PASSING_ERRORS for one in chain)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and those that it came from, or that were being handled when it was raised."""
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        one = following.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            following += [one.__cause__, one.__context__]
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
@@ -54,25 +103,63 @@ def report(fault: wire.RankFault) -> None:
     rsup.worker.init().send(fault)
 
 
-def report_exception(error: BaseException, rank: int, entry: int, iteration: int) -> None:
-    """Tell the agent, and the rank's own log: a traceback; one line where only the connection to another rank broke."""
+def report_exception(error: BaseException, rank: int, entry: int, iteration: int) -> str:
+    """Tell the agent, and the rank's own log: a traceback, or one line of an operating error. Where only the connection to
+    another rank broke, return the line for it instead: it is to come after what that rank, or the supervisor, has to say."""
     fault = describe(error, entry, iteration)
     report(fault)
     if fault.victim:
-        print(f"rank {rank}: another rank is gone or has left: {fault.text[:120]}", file=sys.stderr, flush=True)
-    else:
-        head = f"rank {rank}: entry {entry} into the training ends, in-process restart follows:"
-        print(f"{head}\n{fault.traceback}", end="", file=sys.stderr, flush=True)
+        lost = _SOURCE_PLACE.sub("", fault.text)
+        return f"rank {rank}: entry {entry} into the training ended, another rank was gone or had left it: {lost[:120]}"
+    if isinstance(error, wire.RsupError):
+        print(f"rank {rank}: entry {entry} into the training ends: {error}", file=sys.stderr, flush=True)
+        return ""
+    head = f"rank {rank}: entry {entry} into the training ends, in-process restart follows:"
+    print(f"{head}\n{fault.traceback}", end="", file=sys.stderr, flush=True)
+    return ""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a thread stands: its frames, innermost first, without the source lines, which are read when they are asked for."""
+
+    frames: traceback.StackSummary
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each other there: in torch's communication, a backward pass, or for a result of the GPU."""
+        inner = self.frames[:INNERMOST_FRAMES]
+        if any(_WAITS_IN_TORCH.search(frame.filename) for frame in inner):
+            return True
+        return bool(inner) and bool(_WAITS_BY_NAME.search(inner[0].line or "") or _WAITS_BY_NAME.search(f"{inner[0].name}("))
+
+    @property
+    def where(self) -> str:
+        """The innermost frame that is not torch's."""
+        own = [frame for frame in self.frames if "/torch/" not in frame.filename] or list(self.frames)
+        return f"{own[0].name} ({own[0].filename.rpartition('/')[2]}:{own[0].lineno})" if own else "an unknown place"
+
+    @property
+    def story(self) -> str:
+        """As a traceback shows it."""
+        return "".join(reversed(self.frames.format()))[-MAX_TRACEBACK_CHARS:]
+
+
+def stand_of_main_thread() -> Stand:
+    """Where the training thread stands; call it from another one. It reads no file."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return Stand(traceback.StackSummary.extract(traceback.walk_stack(frame) if frame else iter(()), lookup_lines=False))
+
+
+def soft_timeout(stand: Stand, entry: int, iteration: int, limit_s: float) -> wire.RankFault:
+    """The report of a rank that was interrupted since no rank, or not this one, had made progress for so long."""
+    limit = f"no progress for {limit_s:g} s ({wire.SOFT_LIMIT}, --inprocess-soft-timeout)"
+    where = f"it waits for other ranks in {stand.where}" if stand.waits else f"it stands in {stand.where}"
+    text = wire.clip(f"{limit}; {where}", 1000)
+    return wire.RankFault(entry, "soft-timeout", text, stand.story, "soft-timeout", iteration, stand.waits)
 
 
 def drop_frames(error: BaseException) -> None:
     """Let go of what the frames of an exception and of its causes hold: models, process groups with their sockets, memory."""
-    seen: set[int] = set()
-    following: list[BaseException | None] = [error]
-    while following:
-        one = following.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in causes(error):
         traceback.clear_frames(one.__traceback__)
-        following += [one.__cause__, one.__context__]

@@ -1,9 +1,12 @@
 """NVRx's store, in the TCPStore of the attempt, which the launcher's keeper holds: it outlives every rank, rank 0 too.
 
 NVRx polls it for the next fault. Here that costs one look per interval, and a fault that the supervisor has told of ends the
-wait at once (`look_now`). Each thread has a connection of its own, since operations on a shared one wait for each other.
+wait at once (`look_now`). Each thread has a connection of its own, since operations on a shared one wait for each other; one
+whose thread has ended is the next one's, since torch asks a name server about each connection that is made.
 """
 
+import collections
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +18,8 @@ from nvidia_resiliency_ext.inprocess.store import PrefixStore, StoreMixin
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch._C._distributed_c10d import Store, TCPStore
 
+from rsup.worker.inprocess.monitor import outlive_signals
+
 PREFIX = "rsup/inprocess"
 TIMEOUT = timedelta(seconds=300)
 LONGEST_SHORT_WAIT = timedelta(seconds=30)
@@ -24,22 +29,26 @@ LONGEST_PAUSE_S = 0.1
 
 
 class JobStore(Store, StoreMixin):  # type: ignore[misc]  # NVRx has no types
-    """The attempt's store at `host`:`port`, under a prefix of ours. `joining`: this rank comes when the others have met."""
+    """The attempt's store at `host`:`port`, under a prefix of ours. `joining`: this rank comes when the others have met.
 
-    def __init__(self, host: str, port: int, joining: bool = False) -> None:
+    `rank_pid`: of the rank that it is made for; made in another process, it is that of NVRx's monitor.
+    """
+
+    def __init__(self, host: str, port: int, joining: bool = False, rank_pid: int = 0) -> None:
         super().__init__()
         self._address = (host, port)
         self._joining = joining
         self._threads = threading.local()
+        if rank_pid not in (0, os.getpid()):
+            outlive_signals(rank_pid)
 
     @property
     def _mine(self) -> Any:
         """The calling thread's connection."""
-        store: Any = getattr(self._threads, "store", None)
-        if store is None:
-            connection = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            store = self._threads.store = TorchPrefixStore(PREFIX, connection)
-        return store
+        lent: _Lent | None = getattr(self._threads, "lent", None)
+        if lent is None:
+            lent = self._threads.lent = _Lent(self._address)
+        return lent.store
 
     def initial_barrier(self, *arguments: Any, **named: Any) -> None:
         """Wait for the first entry's ranks, unless they have met before."""
@@ -99,6 +108,31 @@ class JobStore(Store, StoreMixin):  # type: ignore[misc]  # NVRx has no types
     def of_iteration(self, iteration: int) -> PrefixStore:
         """What NVRx keeps of its `iteration` (entry - 1)."""
         return PrefixStore(iteration, self)
+
+
+class _Lent:
+    """A connection for one thread. When the thread ends, and with it what it alone holds, the next one gets the connection."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._free = _free_of(address)
+        try:
+            self.store: Any = self._free.pop()
+        except IndexError:
+            connection = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+            self.store = TorchPrefixStore(PREFIX, connection)
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            self._free.append(store)
+
+
+_all_free: dict[tuple[int, str, int], collections.deque[Any]] = {}
+"""Connections that no thread has, by process (what was forked must not use its parent's) and address."""
+
+
+def _free_of(address: tuple[str, int]) -> collections.deque[Any]:
+    return _all_free.setdefault((os.getpid(), *address), collections.deque())
 
 
 def _text(value: str | bytes) -> str:

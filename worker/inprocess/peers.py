@@ -43,9 +43,11 @@ class Peers:
                 self._say(f"could not pass on that ranks {told.failed} failed: {error}")
 
     def timed_out(self, rank: int) -> bool:
-        """Whether NVRx has recorded a soft timeout of `rank` in this iteration."""
+        """Whether NVRx's soft timeout has interrupted this iteration: that of `rank`, or of others and nothing else. A rank
+        that others wait for may well show signs of progress itself."""
         records = self._store.of_iteration(self.iteration).get_interruption_records()
-        return InterruptionRecord(rank, Interruption.SOFT_TIMEOUT) in records
+        only = {record.interruption for record in records} == {Interruption.SOFT_TIMEOUT}
+        return only or InterruptionRecord(rank, Interruption.SOFT_TIMEOUT) in records
 
     def is_over(self) -> bool:
         """Whether a fault has been recorded in this iteration."""

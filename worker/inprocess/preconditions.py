@@ -47,6 +47,12 @@ def check(warn: Callable[[str], None]) -> None:
         warn(f"NCCL {'.'.join(map(str, version))} may hang when it is aborted: use 2.26.2 to 2.28.2, or 2.28.9 and newer")
 
 
+def import_early() -> None:
+    """Import what remembers the default process group of the moment in which it is imported: it would keep the first entry's,
+    with its connections, for ever. DDP imports it when it is first made."""
+    import torch.distributed.nn  # noqa: F401
+
+
 def nccl_version() -> tuple[int, ...]:
     """Of torch's NCCL; empty where there is none."""
     import torch

@@ -2,6 +2,7 @@
 them, by NVRx's `Tree`."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 from nvidia_resiliency_ext.inprocess.rank_assignment import (
@@ -23,15 +24,17 @@ class SameSeats(RankAssignment):  # type: ignore[misc]  # NVRx has no types
     """Every rank keeps its number, and so does the process in a dead one's place.
 
     `joins_after`: the death that this process makes good, 0 for one that was there from the start. `within`: how long to wait
-    for the others to say in which iteration that was.
+    for the others to say in which iteration that was. `met` is called when all ranks have left the last entry.
     """
 
-    def __init__(self, store: JobStore, joins_after: int, within: timedelta) -> None:
+    def __init__(self, store: JobStore, joins_after: int, within: timedelta, met: Callable[[], None] = lambda: None) -> None:
         self._store = store
         self._joins_after = joins_after
         self._within = within
+        self._met = met
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        self._met()
         state: State = ctx.state
         assert state.rank is not None
         if state.rank in ctx.terminated_ranks:
@@ -46,11 +49,16 @@ class SameSeats(RankAssignment):  # type: ignore[misc]  # NVRx has no types
 
 
 def make_seats(
-    settings: InProcessSettings, world_size: int, local_world_size: int, store: JobStore, joins_after: int
+    settings: InProcessSettings,
+    world_size: int,
+    local_world_size: int,
+    store: JobStore,
+    joins_after: int,
+    met: Callable[[], None] = lambda: None,
 ) -> RankAssignment:
-    """The assignment that `settings` ask for."""
+    """The assignment that `settings` ask for. `met`: see `SameSeats`."""
     if not settings.reserves(world_size):
-        return SameSeats(store, joins_after, timedelta(seconds=settings.barrier_timeout))
+        return SameSeats(store, joins_after, timedelta(seconds=settings.barrier_timeout), met)
     active = settings.active_world_size or world_size
     layers = [Layer(min_ranks=active, max_ranks=active, key_or_fn="job", flag=LayerFlag.RESERVE)]
     if settings.granularity == "node":

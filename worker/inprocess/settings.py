@@ -72,6 +72,8 @@ _ORDER = (
     ("monitor_process_interval", "barrier_timeout"),
     ("monitor_thread_interval", "soft_timeout"),
     ("progress_watchdog_interval", "soft_timeout"),
+    ("last_call_wait", "barrier_timeout"),
+    ("termination_grace_time", "barrier_timeout"),
 )
 _POSITIVE = (
     "monitor_thread_interval",

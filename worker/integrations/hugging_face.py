@@ -17,6 +17,7 @@ itself are collected in replays too.
 import functools
 import importlib
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import rsup.worker
 from rsup.worker.integrations.micro_batches import MicroBatches
 from rsup.worker.rerun.contract import RerunConfig, RerunError
 from rsup.worker.sections import TrainingSections
+from rsup.worker.unreadable import why_unreadable
 
 _STEPS_IN_BACKWARD = ("DEEPSPEED", "MEGATRON_LM")
 
@@ -97,7 +99,7 @@ class _Hooks:
             return rerun
         file = self._resume_from / f"rsup_rerun_{self._rank}.pt"
         if file.exists():
-            ignored = rerun.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+            ignored = rerun.load_state_dict(_read(file))
             if ignored and self._rank == 0:
                 rsup.worker.note("warning", ignored)
         if self._rank == 0:
@@ -177,3 +179,11 @@ def _write(state: dict[str, Any], path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     torch.save(state, part)
     part.replace(path)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise RerunError(f"cannot read {file}: {why_unreadable(error)}; remove those of all ranks to go on without") from None
+    return state
