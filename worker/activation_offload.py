@@ -4,6 +4,7 @@
     with offload.saving(module.parameters()):
         loss = module(batch)
     loss.backward()
+    offload.join()
 
 Copies run on a stream of their own. A tensor's memory on the device is free once the computing stream has waited for its copy
 ("joined" it): with a limit of copies in flight that happens while forward goes on, without it where the host sees that a copy
@@ -74,6 +75,12 @@ class ActivationOffload:
                 yield
         finally:
             self._join(0)
+
+    def join(self) -> None:
+        """After the backward pass: let the computing stream wait for what is still on its way, such as a tensor that was
+        fetched ahead and never asked for. A capture must end so."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
         plain, order = _in_order_of_memory(tensor.detach())

@@ -55,6 +55,8 @@ class TrainingPass:
             with self._gradients.reducing(self._checks.norm) if is_last else contextlib.nullcontext():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        if self._module.offload is not None:
+            self._module.offload.join()
         self._checks.judge()
         return total
 
