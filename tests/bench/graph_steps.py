@@ -201,14 +201,16 @@ class Training:
             self.checks.begin()
         on_norm = self.checks.norm if self.checks is not None else None  # None: no rank measures its own
         total = torch.zeros((), device=self.device)
-        for micro, batch in enumerate(batches[0]):
-            loss = self.micro_loss(batch)
-            if self.checks is not None:
-                self.checks.loss(micro, loss.detach())
-            is_last = micro == self.size.num_micro_batches - 1
-            with self.groups.reducing(on_norm) if is_last else contextlib.nullcontext():
-                (loss / self.size.num_micro_batches).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() / self.size.num_micro_batches
+        with self._autocast(self.size.bf16):  # around all of them: weights are cast once
+            for micro, batch in enumerate(batches[0]):
+                loss = self.micro_loss(batch)
+                if self.checks is not None:
+                    self.checks.loss(micro, loss.detach())
+                is_last = micro == self.size.num_micro_batches - 1
+                reducing = self.groups.reducing(on_norm) if is_last else contextlib.nullcontext()
+                with reducing, self._autocast(False):
+                    (loss / self.size.num_micro_batches).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach() / self.size.num_micro_batches
         if self.checks is not None:
             self.checks.judge()
         return total
@@ -216,8 +218,11 @@ class Training:
     def micro_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Loss of a micro-batch: [], float32."""
         inputs, targets = (batch[name].to(self.device, non_blocking=True) for name in ("inputs", "targets"))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.size.bf16):
+        with self._autocast(self.size.bf16):
             return self.model(inputs, targets).float()
+
+    def _autocast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def compile(self) -> None:
         """Compile the model, forward and backward, without any communication."""

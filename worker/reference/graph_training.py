@@ -5,6 +5,8 @@ one call late. On a machine without CUDA the same parts run eagerly, with the sa
 """
 
 import contextlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,24 +43,30 @@ class TrainingPass:
     def __call__(self, batches: Batches) -> torch.Tensor:
         """The loss, [], float32; leaves mean gradients in place, and the verdict in the checks' result. `batches`: by chunk,
         then by micro-batch, on the device."""
-        num_microbatches = self._options.num_microbatches
         self._checks.begin()
         self._gradients.zero_()
         total = torch.zeros((), device=self._gradients.device)
-        for number in range(num_microbatches):
-            self._corruption.computes(number)
-            loss = chunked_loss(self._module, self._chunks, [of_chunk[number] for of_chunk in batches], self._options.bf16)
-            self._corruption.damage_loss(loss)
-            self._checks.loss(number, loss)
-            loss = loss / num_microbatches
-            is_last = number == num_microbatches - 1
-            with self._gradients.reducing(self._checks.norm) if is_last else contextlib.nullcontext():
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with torch.autocast(
+            total.device.type, torch.bfloat16, enabled=self._options.bf16
+        ):  # casts weights once for all of them
+            for number in range(self._options.num_microbatches):
+                total += self._micro_batch(number, [of_chunk[number] for of_chunk in batches])
         if self._module.offload is not None:
             self._module.offload.join()
         self._checks.judge()
         return total
+
+    def _micro_batch(self, number: int, inputs: Sequence[Any]) -> torch.Tensor:
+        self._corruption.computes(number)
+        loss = chunked_loss(self._module, self._chunks, inputs, self._options.bf16)
+        self._corruption.damage_loss(loss)
+        self._checks.loss(number, loss)
+        loss = loss / self._options.num_microbatches
+        is_last = number == self._options.num_microbatches - 1
+        reducing = self._gradients.reducing(self._checks.norm) if is_last else contextlib.nullcontext()
+        with reducing, torch.autocast(loss.device.type, enabled=False):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 class GraphedSteps:
