@@ -27,20 +27,36 @@ class OffloadError(RsupError):
     """An activation cannot be moved to host memory here; the text says what to change."""
 
 
-class _Kept:
-    """One tensor in host memory. Its buffer goes back to the pool when autograd needs it no more."""
+_Loaded = tuple[torch.Tensor, "torch.cuda.Event | None"]
+"""A tensor on the device again, and what to wait for before it is read."""
 
-    def __init__(self, host: torch.Tensor, buffer: torch.Tensor, order: list[int], free: list[torch.Tensor]) -> None:
+
+class _Kept:
+    """One tensor in host memory. Its buffer goes back to `free` when autograd needs it no more; what was fetched and not asked
+    for, to `unused`: the copy into it may be under way."""
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        buffer: torch.Tensor,
+        order: list[int],
+        free: list[torch.Tensor],
+        unused: "list[_Loaded]",
+    ) -> None:
         self.host = host
         self.order = order
-        self.loaded: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.loaded: _Loaded | None = None
+        self.was_used = False
         self.before: weakref.ref[_Kept] | None = None
         """The one kept before it, which the backward pass most likely needs next."""
         self._buffer = buffer
         self._free = free
+        self._unused = unused
 
     def __del__(self) -> None:
         self._free.append(self._buffer)
+        if self.loaded is not None:
+            self._unused.append(self.loaded)
 
 
 class ActivationOffload:
@@ -57,6 +73,9 @@ class ActivationOffload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inflight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._unused: list[_Loaded] = []
+        self._is_in_use = False
+        """Something was queued on our stream since the last `join`."""
         self._parameters: frozenset[int] | None = None
         self._last: weakref.ref[_Kept] | None = None
         self.host_bytes = 0
@@ -79,8 +98,10 @@ class ActivationOffload:
     def join(self) -> None:
         """After the backward pass: let the computing stream wait for what is still on its way, such as a tensor that was
         fetched ahead and never asked for. A capture must end so."""
-        if self._stream is not None:
+        if self._stream is not None and self._is_in_use:  # a capture does not know a stream that it has not used
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._is_in_use = False
+        self._unused.clear()
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
         plain, order = _in_order_of_memory(tensor.detach())
@@ -97,10 +118,10 @@ class ActivationOffload:
             return kept
         self._load(kept)
         before = kept.before() if kept.before is not None else None
-        if before is not None and self._stream is not None:
+        if before is not None and self._stream is not None and not before.was_used:
             self._load(before)
         assert kept.loaded is not None
-        (tensor, event), kept.loaded = kept.loaded, None
+        (tensor, event), kept.loaded, kept.was_used = kept.loaded, None, True
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         return tensor.permute([kept.order.index(dim) for dim in range(len(kept.order))])
@@ -120,7 +141,7 @@ class ActivationOffload:
         size_bytes = tensor.numel() * tensor.element_size()
         free = self._free.setdefault(size_bytes, [])
         buffer = free.pop() if free else self._allocate(size_bytes)
-        return _Kept(buffer.view(tensor.dtype).view(tensor.shape), buffer, order, free)
+        return _Kept(buffer.view(tensor.dtype).view(tensor.shape), buffer, order, free, self._unused)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         is_cuda = self._stream is not None
@@ -138,8 +159,8 @@ class ActivationOffload:
         if self._stream is None:
             host.copy_(tensor)
             return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._is_in_use = True
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
         self._inflight.append((_recorded(self._stream), tensor))
@@ -169,6 +190,7 @@ class ActivationOffload:
         if self._stream is None:
             kept.loaded = (kept.host.clone(), None)
             return
+        self._is_in_use = True
         tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before may still use it
         with torch.cuda.stream(self._stream):

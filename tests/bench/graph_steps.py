@@ -58,12 +58,16 @@ class Kind(StrEnum):
     """How a step is run."""
 
     EAGER = "eager"
+    EAGER_CASTS = "eager, weights cast for each micro-batch"
     COMPILED = "torch.compile"
     GRAPH = "graph, no checks"
     LATE = "graph, checks read one step late"
     LATE_ALL = "graph, those of spiky and large values too"
     HOST_READ = "graph, checks read each step"
     DRIVEN = "GraphedStep with the rerun machine"
+
+
+EAGER_KINDS = (Kind.EAGER, Kind.EAGER_CASTS, Kind.COMPILED)
 
 
 class Block(nn.Module):
@@ -142,11 +146,11 @@ class Training:
         self.groups = GradientGroups(self.parameters, world.gradients, measures_reduced=True)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
         prepare_optimizer_for_graph(self.optimizer)
-        is_checked = self.kind not in (Kind.EAGER, Kind.COMPILED, Kind.GRAPH)
+        is_checked = self.kind not in (*EAGER_KINDS, Kind.GRAPH)
         everything = self.kind is Kind.LATE_ALL
         config = RerunConfig(check_for_spiky_loss=everything, check_for_large_grads=everything)
         self.checks = self._make_checks(config) if is_checked else None
-        captures = self.kind not in (Kind.EAGER, Kind.COMPILED)
+        captures = self.kind not in EAGER_KINDS
         self.optimizer_graph = OptimizerGraph(
             self.optimizer,
             self.device,
@@ -201,7 +205,8 @@ class Training:
             self.checks.begin()
         on_norm = self.checks.norm if self.checks is not None else None  # None: no rank measures its own
         total = torch.zeros((), device=self.device)
-        with self._autocast(self.size.bf16):  # around all of them: weights are cast once
+        casts_once = self.size.bf16 and self.kind is not Kind.EAGER_CASTS
+        with self._autocast(casts_once):  # around all of them: weights are cast once
             for micro, batch in enumerate(batches[0]):
                 loss = self.micro_loss(batch)
                 if self.checks is not None:
@@ -238,7 +243,7 @@ class Training:
             assert not report.exit.should_exit, report
             return
         with self.capture.on_stream():
-            if self.kind in (Kind.EAGER, Kind.COMPILED):
+            if self.kind in EAGER_KINDS:
                 self._last = self.forward_backward([batches])
             else:
                 self._last = self.graph([batches]).value

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rsup.worker.activation_offload import ActivationOffload
 from rsup.worker.cuda_graph.capture import SharedCapture
 from rsup.worker.cuda_graph.contract import Batches, Code, Fallback, GraphError, OnChange, StaleResultError
 from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.reference.model import GPT
 from rsup.worker.rerun.contract import RerunConfig
 from tests.gpu.graph_training import (
     DEVICE,
@@ -332,6 +334,43 @@ def test_activations_are_computed_again_inside_the_graph(capture: SharedCapture)
     _run_beside_eager(graphed, eager, [2] * (CAPTURED + 30))
     assert graphed.graph.captured
     assert not differing(graphed.state(), eager.state())
+
+
+def test_activations_come_back_whole_from_host_memory(capture: SharedCapture) -> None:
+    """Eagerly and in the graph, with a copying stream that is far behind."""
+    torch.manual_seed(3)
+    model = GPT(4, 256, 4, 128, 0.0, 0.0).to(DEVICE)
+    texts = [torch.randint(256, (4, 129), device=DEVICE) for _ in range(3)]
+
+    def gradients() -> list[torch.Tensor]:
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    def forward_backward(batches: Batches) -> torch.Tensor:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss: torch.Tensor = model(batches[0][0])
+        if model.offload is not None and model.offload._stream is not None:
+            with torch.cuda.stream(model.offload._stream):
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        if model.offload is not None:
+            model.offload.join()
+        return loss.detach()
+
+    expected = []
+    for text in texts:
+        forward_backward([[text]])
+        expected.append(gradients())
+    model.offload = ActivationOffload(DEVICE, max_inflight=1, min_bytes=0)
+    graph = FullIterationGraph(forward_backward, DEVICE, capture=capture, parameters=model.parameters())
+    for step in range(CAPTURED + 6):
+        graph([[texts[step % 3]]])
+        found = gradients()
+        same = [torch.equal(one, other) for one, other in zip(found, expected[step % 3], strict=True)]
+        assert all(same), f"step {step + 1}"
+    assert graph.captured and model.offload.num_offloaded > 0
 
 
 def test_memory_of_a_graph_comes_back_when_it_is_destroyed(capture: SharedCapture) -> None:

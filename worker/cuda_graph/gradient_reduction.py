@@ -21,27 +21,29 @@ class SideStreams:
         is_cuda = device.type == "cuda"
         self._before = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._after = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._in_use: list[torch.cuda.Stream] = []
 
     def before(self) -> contextlib.AbstractContextManager[object]:
         """For what goes before a reduction: it waits for what is queued now."""
-        return _beside(self._before)
+        return self._beside(self._before)
 
     def after(self) -> contextlib.AbstractContextManager[object]:
         """For what goes after one, and has to wait for it."""
-        return _beside(self._after)
+        return self._beside(self._after)
 
     def join(self) -> None:
-        """The current stream waits for both."""
-        for stream in (self._before, self._after):
-            if stream is not None:
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+        """The current stream waits for those used since the last time: a capture does not know the others."""
+        for stream in self._in_use:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._in_use = []
 
-
-def _beside(stream: "torch.cuda.Stream | None") -> contextlib.AbstractContextManager[object]:
-    if stream is None:
-        return contextlib.nullcontext()
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    return torch.cuda.stream(stream)
+    def _beside(self, stream: "torch.cuda.Stream | None") -> contextlib.AbstractContextManager[object]:
+        if stream is None:
+            return contextlib.nullcontext()
+        if stream not in self._in_use:
+            self._in_use.append(stream)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return torch.cuda.stream(stream)
 
 
 class Reduction:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import rsup.worker
 from rsup.worker.cuda_graph import lifecycle
 from rsup.worker.inprocess.kept import graphs, holder_of
+from rsup.worker.inprocess.nccl_wake import wake_until
 from rsup.worker.inprocess.timings import RestartTimings
 
 ABORTED_WITHIN_S = 20.0
@@ -53,7 +54,9 @@ class OldGroups:
             return
         backends = [_nccl(group) for group in list(dist.distributed_c10d._world.pg_names)]
         aborts = [functools.partial(self._abort, backend) for backend in backends if backend is not None]
-        self._aborts += lifecycle.abort_beside(aborts)
+        self._aborts += (threads := lifecycle.abort_beside(aborts))
+        if threads:
+            wake_until(lambda: not any(thread.is_alive() for thread in threads))
 
     def _abort(self, backend: Any) -> None:
         began_s = time.monotonic()
