@@ -33,16 +33,21 @@ def rank_order_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torc
     parts = [torch.empty_like(local) for _ in range(world_size)]
     work = dist.all_gather(parts, local, group=group, async_op=True)
 
-    def add_in_rank_order(_: object) -> torch.Tensor:
-        total = parts[0]
-        for rank in range(1, world_size):
-            total += parts[rank]
-        total /= world_size
-        local.copy_(total)
+    def mean(_: object) -> torch.Tensor:
+        add_in_order(local, parts)
         return local
 
     assert work is not None
-    return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(add_in_rank_order))
+    return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(mean))
+
+
+def add_in_order(local: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Put the mean of all ranks' parts into `local`; the first of the parts is used up."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    total /= len(parts)
+    local.copy_(total)
 
 
 def parameter_digest(module: torch.nn.Module) -> str:

@@ -13,6 +13,7 @@ from rsup.worker.cuda_graph.contract import Code, GraphError, Verdict
 from rsup.worker.cuda_graph.device_checks import DeviceChecks
 from rsup.worker.cuda_graph.gradient_groups import GradientGroups
 from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph
+from rsup.worker.deterministic import rank_order_hook
 from rsup.worker.rerun.contract import RerunConfig
 from rsup.worker.rerun.gradient_checks import GradientChecks
 
@@ -69,6 +70,22 @@ def check_gradients_are_ddps_mean_and_norms_are_local(rank: int, size: int) -> N
                 assert total is not None and math.isclose(float(total), float(expected), rel_tol=1e-6)
             else:
                 assert total is None
+
+
+def check_gradients_in_rank_order_have_the_bits_of_the_hook(rank: int, size: int) -> None:
+    ddp, plain = DistributedDataParallel(make_model()), make_model()
+    ddp.register_comm_hook(None, rank_order_hook)
+    groups = GradientGroups(list(plain.parameters()), group_bytes=64, measures_reduced=True, in_rank_order=True)
+    for number in range(2):
+        ddp.zero_grad()
+        groups.zero_()
+        ddp(batch_of(rank, number)).square().sum().backward()
+        with groups.reducing(None):
+            plain(batch_of(rank, number)).square().sum().backward()
+        for ours, theirs in zip(plain.parameters(), ddp.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+    total, grads = groups.total_norm(), [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    assert total is not None and math.isclose(float(total), float(nn.utils.get_total_norm(grads)), rel_tol=1e-6)
 
 
 def check_a_fault_on_one_rank_closes_all_gates_and_names_that_rank(rank: int, size: int) -> None:

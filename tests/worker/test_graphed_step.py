@@ -15,6 +15,7 @@ from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
 from rsup.worker.cuda_graph.gradient_groups import GradientGroups
 from rsup.worker.cuda_graph.graphed_step import GraphedStep, StepReport
 from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph, prepare_optimizer_for_graph
+from rsup.worker.cuda_graph.weight_decay import ScheduledWeightDecay
 from rsup.worker.rerun.contract import Exit, RankDevice, RerunConfig, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.state_machine import RerunStateMachine
@@ -51,8 +52,18 @@ def always(at: int, factor: float = math.nan) -> Strikes:
 class Loop:
     """A loop as a user would write it, with dropout, running statistics and a loader."""
 
-    def __init__(self, strikes: Strikes = healthy, folder: Path | None = None, length: int = 60, **config: Any) -> None:
+    def __init__(
+        self,
+        strikes: Strikes = healthy,
+        folder: Path | None = None,
+        length: int = 60,
+        generator: torch.Generator | None = None,
+        decays: bool = False,
+        **config: Any,
+    ) -> None:
         torch.manual_seed(0)
+        self.generator = generator
+        self.fails_at = 0
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)
         )
@@ -67,11 +78,33 @@ class Loop:
         self.gradients = GradientGroups(list(self.model.parameters()), None)
         names = [f"grad norm of bucket {number}" for number in range(self.gradients.num_groups)]
         self.checks = DeviceChecks(NUM_MICROBATCHES, len(names), CPU, config=settings, group=None)
-        graph = FullIterationGraph(self.forward_backward, CPU, warmup_steps=2, parameters=self.model.parameters())
-        update = OptimizerGraph(self.optimizer, CPU, gate=self.checks.gate, max_norm=1.0, gradients=self.gradients)
+        graph = FullIterationGraph(
+            self.forward_backward,
+            CPU,
+            warmup_steps=2,
+            parameters=self.model.parameters(),
+            generators=[generator] if generator is not None else (),
+        )
+        self.decay = ScheduledWeightDecay(self.optimizer, self.checks.gate) if decays else None
+        update = OptimizerGraph(
+            self.optimizer,
+            CPU,
+            gate=self.checks.gate,
+            max_norm=1.0,
+            gradients=self.gradients,
+            weight_decay=self.decay,
+        )
         self.data = RerunDataIterator([{"x": torch.full((2, 4), float(i + 1)) / 10} for i in range(length)])
         self.step = GraphedStep(
-            graph, update, self.checks, self.rerun, self.data, self.take, names, before_pass=self.before_pass
+            graph,
+            update,
+            self.checks,
+            self.rerun,
+            self.data,
+            self.take,
+            names,
+            schedule=self.schedule,
+            before_pass=self.before_pass,
         )
         self.done: list[int] = []
         self.skipped: list[int] = []
@@ -82,7 +115,8 @@ class Loop:
         self.gradients.zero_()
         total = torch.zeros(())
         for number, batch in enumerate(batches[0]):
-            loss = (self.model(batch["x"]) - 1).square().mean() * self.factor
+            noise = torch.rand((), generator=self.generator) if self.generator is not None else 0.0
+            loss = (self.model(batch["x"]) - 1 + noise).square().mean() * self.factor
             self.checks.loss(number, loss.detach())
             (loss / NUM_MICROBATCHES).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / NUM_MICROBATCHES
@@ -95,7 +129,14 @@ class Loop:
         self.seen.append(float(batches[0]["x"][0, 0]))
         return [batches]
 
+    def schedule(self, iteration: int) -> None:
+        if self.decay is not None:
+            self.decay.set(0.01 * iteration)
+
     def before_pass(self, iteration: int, number: int, batches: Batches) -> None:
+        if iteration == self.fails_at:
+            self.fails_at = 0
+            raise OSError("the program has failed")
         self.passes.append((iteration, number))
         self.factor.fill_(self.strikes(iteration, number))
 
@@ -118,11 +159,19 @@ class Loop:
         self.exit = report.exit
         return report.exit
 
+    def go_on(self, last: int) -> Exit:
+        """As `run`, from where it stands."""
+        for iteration in range(self.done[-1] + 1, last + 1):
+            if self.note(self.step.run(iteration, 0.1 / iteration)).should_exit:
+                return self.exit
+        return self.note(self.step.settle())
+
     def state(self) -> list[torch.Tensor]:
         """All that an iteration changes, copied."""
         found = [value for value in self.model.state_dict().values()]
         found += [value for state in self.optimizer.state.values() for value in state.values()]
-        return [value.clone() for value in found] + [torch.get_rng_state()]
+        generators = [self.generator.get_state()] if self.generator is not None else []
+        return [value.clone() for value in found] + generators + [torch.get_rng_state()]
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -199,6 +248,69 @@ def test_the_end_of_the_data_comes_before_anything_of_the_iteration(undisturbed:
     with pytest.raises(StopIteration):
         loop.step.run(9, 0.1)
     assert equal(loop.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize("strikes", [healthy, once(5), once(6), always(5)])
+def test_a_launch_that_fails_has_not_begun(undisturbed: Loop, strikes: Strikes) -> None:
+    """The iteration before it is judged, and rerun, on its own data; the failed one then begins again with its own."""
+    loop = Loop(strikes)
+    loop.fails_at = 6
+    with pytest.raises(OSError, match="has failed"):
+        loop.run(8)
+    assert loop.done == [1, 2, 3, 4]
+    report = loop.step.settle()
+    assert loop.note(report).should_exit == (strikes(5, 2) != 1.0)
+    if report.exit.should_exit:
+        assert loop.done == [1, 2, 3, 4] and loop.seen[-1] == pytest.approx(0.9), "iteration 5 was replayed on other data"
+        return
+    assert loop.done == [1, 2, 3, 4, 5]
+    assert not loop.go_on(8).should_exit
+    assert loop.losses == undisturbed.losses and equal(loop.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_fault_in_the_last_iteration_before_the_data_end(length: int) -> None:
+    """At the end of an iteration, or in the middle of the next."""
+    loop, same = Loop(once(6), length=length), Loop()
+    with pytest.raises(StopIteration):
+        loop.run(8)
+    assert not loop.note(loop.step.settle()).should_exit
+    same.run(6)
+    assert loop.done == [1, 2, 3, 4, 5, 6] and loop.losses == same.losses
+    assert equal(loop.state(), same.state())
+    report = loop.rerun.last_report
+    assert report is not None and report.verdict == "transient"
+
+
+def test_what_follows_the_iteration_follows_it_into_a_rerun() -> None:
+    """A scheduled weight decay, and a generator that only the graph was told of."""
+    loop = Loop(once(5), decays=True, generator=torch.Generator().manual_seed(3))
+    same = Loop(decays=True, generator=torch.Generator().manual_seed(3))
+    assert not loop.run(8).should_exit and not same.run(8).should_exit
+    assert loop.losses == same.losses and equal(loop.state(), same.state())
+
+
+def test_what_only_the_devices_rule_rejects_is_computed_once_more(undisturbed: Loop) -> None:
+    """The host's rules have the last word, on the values of a pass whose gradients are used."""
+    loop = Loop()
+    limits = loop.checks._limits.clone()
+
+    def doubtful(iteration: int, number: int) -> float:
+        strict = iteration == 4 and loop.passes.count((4, 1)) == 1
+        loop.checks._limits.copy_(torch.zeros_like(limits) if strict else limits)
+        return 1.0
+
+    loop.strikes = doubtful
+    assert not loop.run(8).should_exit
+    assert loop.passes.count((4, 1)) == 2 and loop.rerun.last_report is None
+    assert loop.losses == undisturbed.losses and equal(loop.state(), undisturbed.state())
+
+
+def test_without_reruns_a_large_loss_is_warned_of_and_changes_nothing() -> None:
+    loop = Loop(once(52, 1e6), length=130, mode=RerunMode.DISABLED, check_for_spiky_loss=True)
+    with pytest.warns(RuntimeWarning, match="unexpectedly large loss at iteration 52"):
+        assert not loop.run(54).should_exit
+    assert loop.done == list(range(1, 55)) and len(loop.passes) == 54
 
 
 def test_a_skipped_iteration_takes_its_data_only() -> None:

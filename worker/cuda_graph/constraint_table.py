@@ -4,7 +4,7 @@ Sources: the seed's section 3.3 and Megatron-LM's own checks (`transformer_confi
 does not check though it breaks a capture or, worse, freezes in a graph what should change. docs/cuda_graph.md shows it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rsup.worker.cuda_graph.contract import OnChange
@@ -14,7 +14,8 @@ from rsup.worker.cuda_graph.live_constraints import DDP_WARMUP_STEPS
 
 @dataclass(frozen=True)
 class Constraint:
-    """One row of the table in docs/cuda_graph.md. `applies`: to which graph; `value`: shown behind the option."""
+    """One row of the table in docs/cuda_graph.md. `applies`: to which graph; `value`: shown behind the option; `in_code`: what
+    else helps whoever writes the training loop; `cause`: rows that share one are told in one line, with that as the reason."""
 
     option: str
     why: str
@@ -22,11 +23,30 @@ class Constraint:
     is_violated: Callable[[GraphFacts], bool]
     value: Callable[[GraphFacts], object] = lambda facts: ""
     applies: Callable[[GraphFacts], bool] = lambda facts: facts.captures_step
+    in_code: str = ""
+    cause: str = ""
 
-    def message(self, facts: GraphFacts) -> str:
-        """What an error says: one line."""
-        shown = f"{self.option} {self.value(facts)}".strip()
-        return f"{shown} does not go with a CUDA graph: {self.why}; {self.remedy}"
+    @property
+    def remedies(self) -> str:
+        """All of them, also those that take code."""
+        return ", or ".join(filter(None, (self.remedy, self.in_code)))
+
+    def shown(self, facts: GraphFacts) -> str:
+        """The option with its value, and whether that is only a default."""
+        default = " (the default)" if self.option in facts.at_default else ""
+        return f"{self.option} {self.value(facts)}".strip() + default
+
+
+def line_of(rules: Sequence[Constraint], facts: GraphFacts) -> str:
+    """What an error says of one violated row, or of several of the same cause: one line."""
+    names = " and ".join(rule.shown(facts) for rule in rules)
+    verb, why = ("does", rules[0].why) if len(rules) == 1 else ("do", rules[0].cause)
+    remedies = [" and ".join(dict.fromkeys(rule.remedy for rule in rules))]
+    if facts.in_own_code:
+        remedies += dict.fromkeys(rule.in_code for rule in rules if rule.in_code)
+    elif rules[0].cause == _RECOMPUTED:
+        remedies.append("leave out --recompute-granularity")
+    return f"{names} {verb} not go with a CUDA graph: {why}; {', or '.join(remedies)}"
 
 
 def _optimizer(facts: GraphFacts) -> bool:
@@ -48,15 +68,13 @@ def _is_at_least(version: tuple[int, ...] | None, wanted: tuple[int, ...]) -> bo
     return version is not None and version >= wanted
 
 
-def _is_no_limit(value: int | None) -> bool:
-    return value is None or value < 0
-
-
 _OTHER_IMPLS = ("local", "transformer_engine")
 _RANDOM = (
     "what is computed again in the backward pass has to draw the same random numbers, and setting a generator back is host code"
 )
-_SET_BACK = "or register the generator with the graph and set it back by graphsafe_set_state (recompute_rng_registered)"
+_SET_BACK = "register the generator with the graph and set it back by graphsafe_set_state (recompute_rng_registered)"
+_RECOMPUTED = f"with --recompute-granularity {_RANDOM}"
+_IN_FLIGHT = "copies to the host are on their way while the graph runs, and it has to say how many it lets run before it waits"
 _SYNC = "it waits for the device, which no capture allows, and after the capture it would not run at all"
 
 CONSTRAINTS: tuple[Constraint, ...] = (
@@ -90,15 +108,15 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "--cuda-graph-modules",
-        "a whole iteration is one graph, there is nothing to choose",
+        "with --cuda-graph-impl full_iteration a whole iteration is one graph: it never takes a choice of modules",
         "leave it out",
         lambda f: bool(f.cuda_graph_modules),
         lambda f: ",".join(f.cuda_graph_modules),
     ),
     Constraint(
         "--inference-cuda-graph-scope",
-        "the same modules cannot be in graphs of their own",
-        "use none, and a FullIterationGraph of its own for evaluation",
+        "--cuda-graph-impl full_iteration has the same modules in its graph, so they never go into graphs of their own",
+        "leave it out, or use none: evaluation has a FullIterationGraph of its own",
         lambda f: f.inference_cuda_graph_scope != "none",
         lambda f: f.inference_cuda_graph_scope,
     ),
@@ -113,29 +131,41 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "--attention-dropout",
         f"with --recompute-granularity full, or core_attn among the recomputed modules, {_RANDOM}",
-        f"use --attention-dropout 0, {_SET_BACK}",
+        "use --attention-dropout 0",
         lambda f: f.attention_dropout != 0 and _is_recomputed(f, "core_attn"),
         lambda f: f.attention_dropout,
+        in_code=_SET_BACK,
+        cause=_RECOMPUTED,
     ),
     Constraint(
         "--hidden-dropout",
         f"with --recompute-granularity full, or mlp or moe among the recomputed modules, {_RANDOM}",
-        f"use --hidden-dropout 0, {_SET_BACK}",
+        "use --hidden-dropout 0",
         lambda f: f.hidden_dropout != 0 and _is_recomputed(f, "mlp", "moe"),
         lambda f: f.hidden_dropout,
+        in_code=_SET_BACK,
+        cause=_RECOMPUTED,
     ),
     Constraint(
         "--moe-input-jitter-eps",
         f"with moe among the recomputed modules, {_RANDOM}",
-        f"leave it out, {_SET_BACK}",
+        "leave out --moe-input-jitter-eps",
         lambda f: bool(f.moe_input_jitter_eps) and _is_recomputed(f, "moe"),
         lambda f: f.moe_input_jitter_eps,
+        in_code=_SET_BACK,
+        cause=_RECOMPUTED,
+    ),
+    Constraint(
+        "--activation-offload without --fine-grained-offloading-max-inflight-offloads",
+        _IN_FLIGHT,
+        "give --fine-grained-offloading-max-inflight-offloads, 0 or more",
+        lambda f: f.activation_offload and f.fine_grained_offloading_max_inflight_offloads is None,
     ),
     Constraint(
         "--fine-grained-offloading-max-inflight-offloads",
-        "--activation-offload has copies on their way to the host, and the graph has to say how many it waits for",
+        _IN_FLIGHT,
         "give it 0 or more",
-        lambda f: f.activation_offload and _is_no_limit(f.fine_grained_offloading_max_inflight_offloads),
+        lambda f: f.activation_offload and (f.fine_grained_offloading_max_inflight_offloads or 0) < 0,
         lambda f: f.fine_grained_offloading_max_inflight_offloads,
     ),
     Constraint(
@@ -186,24 +216,27 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "--timing-log-level",
-        f"timers inside of the step wait for the device: {_SYNC}",
-        "use --timing-log-level 0, or time around the step",
+        "timers inside of the step wait for the device, which no capture allows, and after the capture they would not run at all",
+        "use --timing-log-level 0",
         lambda f: f.timing_log_level >= 1,
         lambda f: f.timing_log_level,
         _anything,
+        in_code="time around the step",
     ),
     Constraint(
         "--log-straggler",
         f"it times parts of the step: {_SYNC}",
-        "leave it out, or call steps that are to be timed with eager=True",
+        "leave it out",
         lambda f: f.log_straggler,
+        in_code="call steps that are to be timed with eager=True",
     ),
     Constraint(
         "dump hooks",
         "Python hooks copy to the host while a step is captured and do not run when it is replayed: nothing would be written",
-        "call steps that dump with eager=True, or leave the options out",
+        "leave the options out",
         lambda f: bool(f.dump_options) and not f.dumps_run_eagerly,
         lambda f: f"({', '.join(f.dump_options)})",
+        in_code="call steps that dump with eager=True",
     ),
     Constraint(
         "--log-num-zeros-in-grad",
@@ -309,10 +342,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         applies=_anything,
     ),
     Constraint(
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "expandable_segments:True",
         "NCCL registers the buffers of a graph, and memory of expandable segments cannot be registered",
         "set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out",
         lambda f: f.expandable_segments and f.nccl_graph_register,
+        lambda f: f"in {f.allocator_variable}",
     ),
     Constraint(
         "TORCH_NCCL_BLOCKING_WAIT=1",

@@ -10,7 +10,7 @@ Each raises `ConstraintError`: one line that names the option, the reason and th
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rsup.worker.cuda_graph.constraint_table import CONSTRAINTS, Constraint
+from rsup.worker.cuda_graph.constraint_table import CONSTRAINTS, Constraint, line_of
 from rsup.worker.cuda_graph.contract import ConstraintError
 from rsup.worker.cuda_graph.graph_facts import GraphFacts, facts_of_environment
 from rsup.worker.cuda_graph.live_constraints import check_module, check_step
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def check_constraints(facts: GraphFacts) -> None:
-    """Raise `ConstraintError` for the first thing that a graph forbids."""
+    """Raise `ConstraintError` for the first thing that a graph forbids, with all that it forbids for the same cause."""
     found = violations(facts)
     if found:
         more = f" ({len(found) - 1} more after that)" if len(found) > 1 else ""
@@ -40,8 +40,12 @@ def check_constraints(facts: GraphFacts) -> None:
 
 
 def violations(facts: GraphFacts) -> list[str]:
-    """A line for each constraint that `facts` violate."""
-    return [rule.message(facts) for rule in CONSTRAINTS if rule.applies(facts) and rule.is_violated(facts)]
+    """A line for each constraint that `facts` violate; one for those of the same cause."""
+    found: dict[str, list[Constraint]] = {}
+    for rule in CONSTRAINTS:
+        if rule.applies(facts) and rule.is_violated(facts):
+            found.setdefault(rule.cause or rule.option + rule.why, []).append(rule)
+    return [line_of(rules, facts) for rules in found.values()]
 
 
 def check_same_on_all_ranks(facts: GraphFacts, group: "dist.ProcessGroup | None" = None) -> None:

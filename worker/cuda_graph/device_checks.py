@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from rsup.worker.cuda_graph.baselines import DeviceBaselines
 from rsup.worker.cuda_graph.contract import Code, GraphError, Verdict
 from rsup.worker.rerun.built_in import MAX_NORM
-from rsup.worker.rerun.contract import RerunConfig
+from rsup.worker.rerun.contract import RerunConfig, RerunMode
 from rsup.worker.rerun.large_values import LargeValues
 
 MAX_LOSS = torch.finfo(torch.float32).max
@@ -59,11 +59,14 @@ class DeviceChecks:
         self._group = group
         self._is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._finite = config.check_for_nan_in_loss_and_grad
+        replays = config.mode is not RerunMode.DISABLED  # else large values are warned of by the host, and change nothing
         self._limits = _limits(num_losses, num_norms, self._finite).to(device)
         """[values, 4], float64, ascending. A value's code is the number of limits that it exceeds."""
-        spiky = slice(0, num_losses if config.check_for_spiky_loss else 0)
+        spiky = slice(0, num_losses if config.check_for_spiky_loss and replays else 0)
         self._spiky = spiky
-        self._watched = slice(0 if spiky.stop else num_losses, num_losses + (num_norms if config.check_for_large_grads else 0))
+        self._watched = slice(
+            0 if spiky.stop else num_losses, num_losses + (num_norms if config.check_for_large_grads and replays else 0)
+        )
         """Values that have a baseline."""
         self._caps = self._limits[self._watched, 2].clone()
         self._losses_in: set[int] = set()

@@ -24,6 +24,7 @@ from rsup.worker.cuda_graph.addresses import Addresses, Gradients, Parameters, n
 from rsup.worker.cuda_graph.capture import Captured, SharedCapture, shared_capture
 from rsup.worker.cuda_graph.capture_agreement import Action, Ranks, RankState
 from rsup.worker.cuda_graph.contract import Batches, Fallback, ForwardBackward, GraphError, OnChange
+from rsup.worker.cuda_graph.fallback import say_fallback
 from rsup.worker.cuda_graph.nesting import detached
 from rsup.worker.cuda_graph.results import Results, VolatileResult
 from rsup.worker.cuda_graph.static_buffers import Signature, StaticBuffers, difference
@@ -51,6 +52,7 @@ class FullIterationGraph:
     used goes. `generators`: those that the step draws from beside the device's own. `parameters` (with or without names): they
     are checked to be where they were captured. `group`: the ranks that call it together, over host memory (gloo); None: all.
     `ignored_inputs`: see `StaticBuffers`. `before_capture`: called right before a capture, which can take seconds.
+    `on_fallback`: told, once, what could not be captured, when training goes on eagerly.
     Without CUDA everything runs eagerly, in the same buffers and with the same states.
     """
 
@@ -70,6 +72,7 @@ class FullIterationGraph:
         capture: SharedCapture | None = None,
         ignored_inputs: Collection[str] = (),
         before_capture: Callable[[], None] | None = None,
+        on_fallback: Callable[[str], None] = say_fallback,
     ) -> None:
         if warmup_steps < 0 or max_graphs < 1:
             raise GraphError(f"the {name} graph needs warmup_steps >= 0 and max_graphs >= 1: got {warmup_steps}, {max_graphs}")
@@ -83,12 +86,13 @@ class FullIterationGraph:
         self._on_change = OnChange(on_change)
         self._max_graphs = max_graphs
         self._fallback = Fallback(fallback)
-        self._generators = tuple(generators)
+        self.generators = tuple(generators)
         self._parameters = named(parameters)
         self._capture = capture if capture is not None else shared_capture(device)
         self._ranks = Ranks(group)
         self._by_inputs = self._on_change is not OnChange.RAISE and self._ranks.size > 1
         self._before_capture = before_capture
+        self._on_fallback = on_fallback
         self._buffers = StaticBuffers(self._capture.device, ignored_inputs)
         self._results = Results(name)
         self._numbers: OrderedDict[Signature, int] = OrderedDict()
@@ -98,7 +102,7 @@ class FullIterationGraph:
         self._num_resets = 0
         self._is_running = False
         self._state = ReplayState(self._capture.device)
-        for index, generator in enumerate(self._generators):
+        for index, generator in enumerate(self.generators):
             self._state.register_generator(f"generator {index} of the graph", generator)
         lifecycle.register(self)
 
@@ -174,12 +178,15 @@ class FullIterationGraph:
     def _action(self, known: _Known, counts: bool) -> Action:
         if known.captured is not None:
             return Action.REPLAY
-        other = next((other for other in self._known.values() if other.captured is not None), None)
-        if other is not None and self._on_change is OnChange.RAISE:
+        others = [other for other in self._known.values() if other is not known]
+        used = next((other for other in others if other.captured is not None or other.num_warm), None)
+        if used is not None and self._on_change is OnChange.RAISE:
+            what = "was captured" if used.captured is not None else "warms up"
             raise GraphError(
-                f"the {self.name} graph was captured with other inputs: {difference(other.signature, known.signature)}; keep "
-                f"the inputs as they are, or choose on_change eager or recapture"
+                f"the {self.name} graph {what} with other inputs: {difference(used.signature, known.signature)}; keep the inputs "
+                f"as they are, or choose on_change eager or recapture"
             )
+        other = next((other for other in others if other.captured is not None), None)
         if other is not None and self._on_change is OnChange.EAGER:
             return Action.EAGER
         return Action.WARM_UP if known.num_warm < self._warmup_steps or not counts else Action.CAPTURE
@@ -210,7 +217,7 @@ class FullIterationGraph:
         try:
             try:
                 captured = self._capture.capture(
-                    functools.partial(_computed, self._forward_backward, static), f"the {self.name} step", self._generators
+                    functools.partial(_computed, self._forward_backward, static), f"the {self.name} step", self.generators
                 )
             except GraphError as error:
                 failure, cause = str(error), error

@@ -35,7 +35,9 @@ class GradientGroups:
 
     `group`: the ranks over which gradients are averaged, of the device's backend; None: all ranks, where there are any.
     `names`: of the parameters, for errors. `measures_reduced`: with several ranks, measure each group once more when it is
-    reduced, beside the next group's reduction, so that clipping need not read all gradients again.
+    reduced, beside the next group's reduction, so that clipping need not read all gradients again. `in_rank_order`: gather all
+    ranks' gradients and add them in the order of the ranks, so that three or more get the bits that they get under
+    `deterministic.rank_order_hook`.
 
     From now on `zero_` takes the place of `optimizer.zero_grad`, which would drop the gradients. Raises `GraphError` for
     parameters that have no flat place: DTensors, several devices.
@@ -48,10 +50,12 @@ class GradientGroups:
         group_bytes: int = GROUP_BYTES,
         names: Sequence[str] | None = None,
         measures_reduced: bool = False,
+        in_rank_order: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self._names = names
         self._group = group
+        self._in_rank_order = in_rank_order
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.device = self._one_device()
         places = list(groups_of(self.parameters, group_bytes))
@@ -112,7 +116,16 @@ class GradientGroups:
     def _new_pass(self, measures: bool) -> Reduction:
         num_missing = [len(places) for places in self._trained]
         measures_reduced = self._reduced_norms is not None
-        return Reduction(self._flats, num_missing, self._group, self._averages, self._streams, measures, measures_reduced)
+        return Reduction(
+            self._flats,
+            num_missing,
+            self._group,
+            self._averages,
+            self._streams,
+            measures,
+            measures_reduced,
+            self._in_rank_order,
+        )
 
     def _end(self, under_way: Reduction | None, on_norm: OnNorm | None) -> None:
         """Start what is left, wait on the stream for the reductions, and hand out the norms."""

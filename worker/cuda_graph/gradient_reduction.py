@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rsup.worker.deterministic import add_in_order
 from rsup.worker.rerun.gradient_norms import local_norms
 
 
@@ -48,7 +49,8 @@ class SideStreams:
 
 class Reduction:
     """Under way in one pass. `flats`: by group its memory, a tensor a dtype; `num_missing`: gradients that have yet to come, by
-    group; `averages`: the backend can average (NCCL), else parts are divided and summed, as DDP does it."""
+    group; `averages`: the backend can average (NCCL), else parts are divided and summed, as DDP does it; `in_rank_order`:
+    gather all parts, and add them as `deterministic.rank_order_hook` does."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Reduction:
         streams: SideStreams,
         measures: bool,
         measures_reduced: bool,
+        in_rank_order: bool,
     ) -> None:
         self.num_started = 0
         self.norms: list[torch.Tensor] = []
@@ -72,6 +75,8 @@ class Reduction:
         self._streams = streams
         self._measures = measures
         self._measures_reduced = measures_reduced
+        self._in_rank_order = in_rank_order
+        self._ordered: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._works: list[Any] = []
 
     def gradient_came(self, number: int) -> bool:
@@ -92,7 +97,9 @@ class Reduction:
                 self.norms.append(local_norms(flats))
             works = [self._start_mean(flat) for flat in flats]
         self._works += works
-        if self._measures_reduced and self._averages:  # NCCL: to wait holds up a stream, not the host
+        if (
+            self._measures_reduced and self._averages and not self._in_rank_order
+        ):  # NCCL: to wait holds up a stream, not the host
             with self._streams.after():
                 self._measure_reduced(works, flats)
 
@@ -102,11 +109,17 @@ class Reduction:
             self.start_next()
         for work in self._works:
             work.wait()
-        if self._measures_reduced and not self._averages:
+        for flat, parts in self._ordered:
+            add_in_order(flat, parts)
+        if self._measures_reduced and not self.reduced_norms:
             self._measure_reduced([], [flat for flats in self._flats for flat in flats])
         self._streams.join()
 
     def _start_mean(self, flat: torch.Tensor) -> Any:
+        if self._in_rank_order:
+            parts = [torch.empty_like(flat) for _ in range(self._world_size)]
+            self._ordered.append((flat, parts))
+            return dist.all_gather(parts, flat, self._group, async_op=True)
         if self._averages:
             return dist.all_reduce(flat, dist.ReduceOp.AVG, self._group, async_op=True)
         flat.mul_(1.0 / self._world_size)

@@ -5,6 +5,7 @@ Names are those of Megatron-LM's arguments where it has them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rsup.worker.cuda_graph.contract import OnChange
 
@@ -12,6 +13,11 @@ from rsup.worker.cuda_graph.contract import OnChange
 @dataclass(frozen=True)
 class GraphFacts:
     """What is known of a run from its options. The defaults are those of a run that a graph takes as it is."""
+
+    in_own_code: bool = True
+    """Whoever is refused writes the training loop; False: has the options of a program, and is told of no other remedy."""
+    at_default: frozenset[str] = frozenset()
+    """Options that nobody gave, such as `--attention-dropout`: a refusal that names one says so."""
 
     cuda_graph_impl: str = "full_iteration"
     optimizer_cuda_graph: bool = False
@@ -88,6 +94,8 @@ class GraphFacts:
     """With `lifecycle.register`, as our own graphs are."""
 
     expandable_segments: bool = False
+    allocator_variable: str = "PYTORCH_CUDA_ALLOC_CONF"
+    """Where that is set: there are two names."""
     nccl_graph_register: bool = True
     nccl_blocking_wait: bool = False
 
@@ -102,15 +110,16 @@ class GraphFacts:
         return self.captures_step or self.optimizer_cuda_graph
 
 
-def facts_of_environment(environment: Mapping[str, str]) -> dict[str, bool]:
+def facts_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The facts that stand in environment variables: `GraphFacts(..., **facts_of_environment(os.environ))`."""
-    allocator = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    variable = "PYTORCH_ALLOC_CONF" if environment.get("PYTORCH_ALLOC_CONF") else "PYTORCH_CUDA_ALLOC_CONF"
     settings: dict[str, str] = {}
-    for part in allocator.split(","):
+    for part in environment.get(variable, "").split(","):
         name, _, value = part.partition(":")
         settings[name.strip()] = value
     return {
         "expandable_segments": settings.get("expandable_segments", "").strip().lower() == "true",
+        "allocator_variable": variable,
         "nccl_graph_register": environment.get("NCCL_GRAPH_REGISTER", "1").strip() != "0",
         "nccl_blocking_wait": environment.get("TORCH_NCCL_BLOCKING_WAIT", "0").strip().lower() in ("1", "true", "yes", "y"),
     }

@@ -73,7 +73,9 @@ class GraphedStep:
 
     `graph`: its forward_backward gets the batches, begins and judges `checks`, and returns the loss, `[]`, float32, leaving
     reduced gradients in place. `take_batches`: draws one iteration's batches from `data`. `norm_names`: the messages of the
-    gradient checks, in their order. `on_replay`: called before each further pass of an iteration. `around`: entered around all
+    gradient checks, in their order. `schedule`: fills the device tensors that change with the iteration (a weight decay, a
+    flag): called before each pass and each update of an iteration, so also when one runs again after the next was launched.
+    `before_pass`: see `BeforePass`. `on_replay`: called before each further pass of an iteration. `around`: entered around all
     work on the device (the capture stream).
     """
 
@@ -87,6 +89,7 @@ class GraphedStep:
         take_batches: Callable[[], Batches],
         norm_names: Sequence[str],
         *,
+        schedule: Callable[[int], None] = lambda iteration: None,
         before_pass: BeforePass | None = None,
         on_replay: Callable[[], None] = lambda: None,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -98,6 +101,7 @@ class GraphedStep:
         self._data = data
         self._take_batches = take_batches
         self._norm_names = norm_names
+        self._schedule = schedule
         self._before_pass = before_pass
         self._on_replay = on_replay
         self._around = around
@@ -108,13 +112,19 @@ class GraphedStep:
         self._verdict_reader = LateReader(checks.result)
         self._figure_reader = LateReader(self._figures)
         self._pending: _Launched | None = None
+        self._is_undone = False
+        """A launch has failed since the gate was known to be open."""
+        for number, generator in enumerate(graph.generators, start=1):
+            rerun.replay_state.register_generator(f"generator {number} of the {graph.name} graph", generator)
         self._load_baselines()
 
     # ------------------------------------------------------------------------------------------------------ the steps
 
     def run(self, iteration: int, lr: float) -> StepReport:
-        """Launch `iteration` and settle the one before; where that is rejected, rerun it first. `StopIteration` of the data
-        passes through, before anything of the iteration was computed."""
+        """Launch `iteration` and settle the one before; where that is rejected, rerun it first.
+
+        An exception (the data end, inputs that the graph refuses) passes through; `iteration` has then not begun, its data come
+        again, and the one before it waits for `settle`. Where only some ranks raise, the others wait in their collectives."""
         with self._around():
             if self._rerun.may_run_ahead:
                 return self._run_ahead(iteration, lr)
@@ -148,6 +158,8 @@ class GraphedStep:
     # ------------------------------------------------------------------------------------------------------ running ahead
 
     def _run_ahead(self, iteration: int, lr: float) -> StepReport:
+        if self._pending is None:
+            self._open_after_undoing(1)
         launched = self._launch(iteration, lr)
         before, self._pending = self._pending, launched
         if before is None:
@@ -165,27 +177,39 @@ class GraphedStep:
     def _launch(self, iteration: int, lr: float) -> _Launched:
         self._data.advance(keeps_last=self._pending is not None)
         snapshot = self._rerun.replay_state.capture()
-        batches = self._take_batches()
-        self._optimizer.set_lr(lr)
-        self._forward_backward(iteration, 1, batches)
-        verdict = self._verdict_reader.take()
-        self._update()
+        try:
+            batches = self._take_batches()
+            self._forward_backward(iteration, 1, batches)
+            verdict = self._verdict_reader.take()
+            self._update(iteration, lr)
+        except Exception:  # whatever it is, the iteration has not begun, and the one before it is still to be judged
+            self._data.undo_advance()
+            self._rerun.replay_state.restore(snapshot)
+            self._is_undone = True
+            raise
         return _Launched(iteration, lr, snapshot, verdict, self._figure_reader.take())
 
     def _judge(self, launched: _Launched, num_launched: int) -> StepReport:
         """Accept an iteration, or rewind to before it and run it to its end. `num_launched`: it and those behind it."""
         verdict = self._checks.parse(self._verdict_reader.read(launched.verdict))
         if verdict.agreed is Code.CLEAN:
+            self._open_after_undoing(num_launched)
             loss, grad_norm = self._figure_reader.read(launched.figures)
-            norms = verdict.values[-len(self._norm_names) :]
-            losses = verdict.values[: len(verdict.values) - len(norms)]
-            self._rerun.accept(launched.iteration, losses, dict(zip(self._norm_names, norms, strict=True)))
+            losses, norms = self._parted(verdict.values)
+            self._rerun.accept(launched.iteration, losses, norms)
             return StepReport(GO_ON, (Settled(launched.iteration, loss, grad_norm),))
         self._pending = None
         self._rerun.replay_state.restore(launched.snapshot)
         if self._is_checked:
             self._data.step_back(num_launched)
         return self._run_to_end(launched.iteration, launched.lr, verdict.values, launched.snapshot)
+
+    def _open_after_undoing(self, num_launched: int) -> None:
+        """A launch that failed may have closed the gate; all that was launched before it is clean."""
+        if self._is_undone and num_launched == 1:
+            self._checks.open_gate()
+            self._load_baselines()
+            self._is_undone = False
 
     # -------------------------------------------------------------------------------------------------- one step to its end
 
@@ -212,15 +236,14 @@ class GraphedStep:
             return StepReport(leave)
         self._checks.open_gate()
         self._load_baselines()
+        self._is_undone = False
         if self._rerun.skip_step:
             return StepReport(leave, (Settled(iteration, skipped=True),))
-        if not is_computed:  # the device's rule had rejected it, the host's did not: the gradients are gone
+        if not is_computed:  # the device's rule had rejected it, the host's did not, and the gradients are gone: once more
             self._rerun.replay_state.restore(snapshot)
-            self._data.rewind()
-            loss, _ = self._compute(iteration, number + 1, self._take_batches())
-            self._checks.open_gate()
-        self._optimizer.set_lr(lr)
-        self._update()
+            self._data.step_back(1)
+            return self._run_to_end(iteration, lr)
+        self._update(iteration, lr)
         _, grad_norm = self._figure_reader.read(self._figure_reader.take())
         return StepReport(leave, (Settled(iteration, loss, grad_norm),))
 
@@ -232,21 +255,29 @@ class GraphedStep:
         return loss, values
 
     def _hand_in(self, values: Sequence[float]) -> None:
-        num_losses = len(values) - len(self._norm_names)
-        for loss in values[:num_losses]:
+        losses, norms = self._parted(values)
+        for loss in losses:
             self._rerun.validate_loss(torch.tensor(loss))
-        for name, norm in zip(self._norm_names, values[num_losses:], strict=True):
+        for name, norm in norms.items():
             self._rerun.validate_gradient(name, norm)
+
+    def _parted(self, values: Sequence[float]) -> tuple[Sequence[float], dict[str, float]]:
+        """Losses, and gradient norms by their check."""
+        num_losses = self._checks.num_losses
+        return values[:num_losses], dict(zip(self._norm_names, values[num_losses:], strict=True))
 
     # ---------------------------------------------------------------------------------------------------- on the device
 
     def _forward_backward(self, iteration: int, number: int, batches: Batches) -> None:
+        self._schedule(iteration)
         if self._before_pass is not None:
             self._before_pass(iteration, number, batches)
         loss = self._graph(batches, counts=number == 1).value
         self._figures[0].copy_(loss)
 
-    def _update(self) -> None:
+    def _update(self, iteration: int, lr: float) -> None:
+        self._schedule(iteration)
+        self._optimizer.set_lr(lr)
         grad_norm = self._optimizer.step()
         if grad_norm is not None:
             self._figures[1].copy_(grad_norm)

@@ -6,7 +6,7 @@ otherwise be ignored without a word.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from rsup.worker.cuda_graph import lifecycle
 from rsup.worker.cuda_graph.capture import Captured, SharedCapture, shared_capture
-from rsup.worker.cuda_graph.contract import GraphError
+from rsup.worker.cuda_graph.contract import Fallback, GraphError
+from rsup.worker.cuda_graph.fallback import say_fallback
 from rsup.worker.cuda_graph.gradient_groups import GradientGroups
 from rsup.worker.cuda_graph.optimizer_gate import (
     Gateable,
@@ -39,7 +40,8 @@ class OptimizerGraph:
     `max_norm`: clip gradients to it; infinite: measure only; None: neither. `gradients`: where they lie, if it is our storage.
     `warmup_steps`: eager calls before the capture. `captures`: False leaves every call eager, so that `step` may be captured as
     part of another graph. `group`: a gloo group whose ranks meet before a capture, so that none is waited for in a collective
-    meanwhile. `scaler`: a loss scaler in use, which is refused if it is dynamic. Without CUDA a replay is the step itself.
+    meanwhile. `scaler`: a loss scaler in use, which is refused if it is dynamic. `fallback`, `on_fallback`: as of
+    `FullIterationGraph`. Without CUDA a replay is the step itself.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class OptimizerGraph:
         group: ProcessGroup | None = None,
         weight_decay: ScheduledWeightDecay | None = None,
         scaler: Any = None,
+        fallback: Fallback = Fallback.RAISE,
+        on_fallback: Callable[[str], None] = say_fallback,
     ) -> None:
         refuse_loss_scale(scaler)
         self._optimizer = optimizer
@@ -72,6 +76,8 @@ class OptimizerGraph:
         self._weight_decay = weight_decay
         self._norm = torch.zeros((), device=device)
         self._captures = captures
+        self._fallback = Fallback(fallback)
+        self._on_fallback = on_fallback
         self._capture = capture if capture is not None else shared_capture(device)
         self._captured: Captured[None] | None = None
         self._num_calls = 0
@@ -173,7 +179,15 @@ class OptimizerGraph:
             self._make_state()
         if self._group is not None:
             dist.barrier(self._group)
-        captured = self._capture.capture(self._run, "the optimizer's step")
+        try:
+            captured = self._capture.capture(self._run, "the optimizer's step")
+        except GraphError as error:
+            if self._fallback is Fallback.RAISE:
+                raise
+            self._captures = False
+            self._on_fallback(str(error))
+            self._run()
+            return
         self._baked = self._settings()
         self._addresses = list(self._places())
         self._captured = captured

@@ -80,7 +80,9 @@ class GraphedSteps:
         with capture.on_stream():
             _spread_from_rank_0(module)
             names, parameters = zip(*module.named_parameters(), strict=True)
-            gradients = GradientGroups(parameters, names=names, measures_reduced=not parts.deterministic)
+            gradients = GradientGroups(
+                parameters, names=names, measures_reduced=not parts.deterministic, in_rank_order=parts.deterministic
+            )
             prepare_optimizer_for_graph(parts.optimizer)
         parts.rerun.attach(module, parts.optimizer, measures_gradients=False)
         checks = DeviceChecks(
@@ -105,6 +107,7 @@ class GraphedSteps:
             captures=options.optimizer_cuda_graph,
             capture=capture,
             group=ranks.control,
+            fallback=Fallback(options.cuda_graph_fallback),
         )
         captured_optimizer = parts.optimizer if options.optimizer_cuda_graph else None
         check_module(module, captured_optimizer, warmup_steps=options.cuda_graph_warmup_steps)
@@ -123,8 +126,13 @@ class GraphedSteps:
         self._evaluation = _graph(parts, capture, "evaluation", self._evaluation_loss)
 
     def run(self, iteration: int, lr: float) -> StepReport:
-        """Launch the iteration, and settle the one before."""
+        """Launch the iteration, and settle the one before. An injected fault strikes once: what is launched behind a rejected
+        iteration is launched again, so its faults wait until that one is settled, on all ranks."""
+        before = self._step.settle() if self._has_fault(iteration) else StepReport()
+        if before.exit.should_exit:
+            return before
         report = self._step.run(iteration, lr)
+        report = StepReport(report.exit, before.settled + report.settled)
         for at_level in (1, 2):
             empty_unused_memory(self._parts.options.empty_unused_memory_level, at_level, self._parts.ranks.device)
         return report
@@ -146,6 +154,10 @@ class GraphedSteps:
     def optimizer_moves(self) -> None:
         """The optimizer's graph goes, and is captured anew later."""
         self._optimizer.reset()
+
+    def _has_fault(self, iteration: int) -> bool:
+        faults = self._parts.options.fault
+        return any(not fault.repeat and fault.iteration == iteration for fault in faults)
 
     def _take_batches(self) -> Batches:
         options = self._parts.options
