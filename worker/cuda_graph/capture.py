@@ -245,3 +245,10 @@ def shared_capture(device: torch.device) -> SharedCapture:
         if device not in _shared:
             _shared[device] = SharedCapture(device)
         return _shared[device]
+
+
+def forget_shared_captures() -> None:
+    """Streams and pools are made anew at their next use: after a restart inside the process, whose graphs are gone, nothing of
+    what was captured before shall matter. Any thread."""
+    with _lock:
+        _shared.clear()

@@ -183,8 +183,8 @@ class FullIterationGraph:
         if used is not None and self._on_change is OnChange.RAISE:
             what = "was captured" if used.captured is not None else "warms up"
             raise GraphError(
-                f"the {self.name} graph {what} with other inputs: {difference(used.signature, known.signature)}; keep the inputs "
-                f"as they are, or choose on_change eager or recapture"
+                f"the {self.name} graph {what} with other inputs: {difference(used.signature, known.signature)}; keep the "
+                f"inputs as they are, or choose on_change eager or recapture"
             )
         other = next((other for other in others if other.captured is not None), None)
         if other is not None and self._on_change is OnChange.EAGER:

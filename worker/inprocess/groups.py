@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import rsup.worker
 from rsup.worker.cuda_graph import lifecycle
+from rsup.worker.cuda_graph.capture import forget_shared_captures
 from rsup.worker.inprocess.kept import graphs, holder_of
 from rsup.worker.inprocess.nccl_wake import wake_until
 from rsup.worker.inprocess.timings import RestartTimings
@@ -80,6 +81,7 @@ class OldGroups:
         """
         if lifecycle.live_graphs():
             rsup.worker.note("info", str(lifecycle.let_go_of_graphs("this entry's process groups cannot be destroyed")))
+            forget_shared_captures()
         _join(self._aborts, GRAPHS_SEEM_KEPT_AFTER_S)
         if any(thread.is_alive() for thread in self._aborts) and (found := graphs()):
             where = holder_of(found[0]) or "something that Python's garbage collector does not see"
