@@ -43,6 +43,10 @@ _WAITS_BY_NAME = re.compile(
 )
 _THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 INNERMOST_FRAMES = 6
+NOBODY_KNOWN = "the first mover is not known, only victims were heard of"
+"""Stands in front of what one of them tells: error lines of theirs are long, and lists cut texts."""
+OF_A_PEER = 1
+"""`weight` of what only follows from another rank's fault."""
 _NAMED_LIMITS = ("out-of-section", "heartbeat", "initial-heartbeat", "startup", "warmup")
 
 
@@ -93,7 +97,7 @@ def weight(exit_: RankExit) -> int:
     """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog, or it waited for others. The lightest came first."""
     if is_of_a_watchdog(exit_.error) or WAITED_IN_VAIN in exit_.killer:
         return 2
-    return 1 if is_of_a_peer(exit_.error) else 0
+    return OF_A_PEER if is_of_a_peer(exit_.error) else 0
 
 
 def signal_name(number: int) -> str:
@@ -111,11 +115,28 @@ def exit_text(rank: int, node: str, exit_: RankExit) -> str:
     how = f"was killed by {signal_name(exit_.signal)}" if exit_.signal else f"exited with code {exit_.exit_code}"
     where = f" at iteration {exit_.iteration}" if exit_.iteration else ""
     section = f" in section {exit_.section}" if exit_.section else ""
-    error = f": {exit_.error}" if exit_.error else ""
+    told = exit_.error or _own_reason(exit_)
+    error = f": {told}" if told else ""
     error = f", {exit_.killer}{error}" if exit_.killer and exit_.killer != NOT_OURS else error
     if exit_.exit_code in DECLARED_EXIT_CODES and exit_.declared != exit_.exit_code and not exit_.by_us:
         how += " (counts as 1: the rank did not declare that code, see rsup.worker.declare_exit)"
     return f"rank {rank} on {node} {how}{where}{section}{error}"
+
+
+def _own_reason(exit_: RankExit) -> str:
+    """What a rank declared as the reason of its end. Those of codes with a meaning of ours stand in the verdict."""
+    is_it = exit_.declared and exit_.declared not in DECLARED_EXIT_CODES and exit_.exit_code in (exit_.declared, 1)
+    return exit_.declared_reason if is_it else ""
+
+
+def reason_of_another(first: RankExit, exits: Iterable[tuple[int, RankExit]]) -> str:
+    """Where the first to fail says nothing: what the next one says that ended with the same code. Empty if none does."""
+    if first.signal or first.error or _own_reason(first):
+        return ""
+    same = sorted(
+        (e.order, rank, e.error or _own_reason(e)) for rank, e in exits if e.exit_code == first.exit_code and not e.by_us
+    )
+    return next((f" (rank {rank}: {told})" for _, rank, told in same if told), "")
 
 
 def culprit(ranks: Iterable[Hung]) -> Hung | None:

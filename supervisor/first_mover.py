@@ -3,10 +3,21 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.end_report import all_exits
-from rsup.supervisor.failure import exit_kind, exit_text, first_mover, is_of_a_peer, is_of_a_watchdog, signal_name, weight
+from rsup.supervisor.failure import (
+    NOBODY_KNOWN,
+    OF_A_PEER,
+    exit_kind,
+    exit_text,
+    first_mover,
+    is_of_a_peer,
+    is_of_a_watchdog,
+    reason_of_another,
+    signal_name,
+    weight,
+)
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import passed_on
-from rsup.supervisor.states import AgentState, JobState, RankExit
+from rsup.supervisor.states import AgentState, JobState, OpenRestart, RankExit
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import HARD_LIMIT
 
@@ -52,6 +63,8 @@ def name_first_mover(turn: Turn) -> None:
     if first is None or (by_limit and state.incident.stacks):
         return
     rank, exit_ = first
+    if state.in_process.given_up and _says_more(state.in_process.open, exit_):
+        return
     agent = next(a for r, _, a in exits if r == rank)
     lost = _node_that_died(state, exit_)
     if lost is not None:
@@ -59,7 +72,9 @@ def name_first_mover(turn: Turn) -> None:
         return
     kind = exit_kind(exit_)
     given_up = f"; {state.in_process.given_up}" if state.in_process.given_up else ""
-    text = exit_text(rank, agent.info.node, exit_) + _as_early(exits, rank) + given_up
+    said = exit_text(rank, agent.info.node, exit_) + reason_of_another(exit_, ((r, e) for r, e, _ in exits))
+    unknown = f"{NOBODY_KNOWN}: " if weight(exit_) == OF_A_PEER else ""
+    text = unknown + said + _as_early(exits, rank) + given_up
     victims = sorted({r for r, e, _ in exits if e.exit_code and not e.by_us and r != rank})
     incident = replace(
         exit_incident(state, agent, rank, exit_, kind, text),
@@ -80,9 +95,17 @@ def name_first_mover(turn: Turn) -> None:
         node=agent.info.node,
     )
     if rank != state.failure.rank:
-        turn.log("FirstMover", f"first mover: {text}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
+        turn.log("FirstMover", f"first mover: {said}; rank {state.failure.rank} was a victim", rank=rank, node=agent.info.node)
     turn.change(failure=failure, incident=incident)
     turn.record(incident)
+
+
+def _says_more(restart: OpenRestart | None, exit_: RankExit) -> bool:
+    """Whether what began an in-process restart that was given up is better known than this end of a victim."""
+    if restart is None:
+        return False
+    left_with_0 = restart.incident.exit_code == 0 and restart.weight == weight(exit_)
+    return restart.weight < weight(exit_) or left_with_0
 
 
 def _as_early(exits: list[tuple[int, RankExit, AgentState]], first_rank: int) -> str:

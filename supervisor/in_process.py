@@ -11,7 +11,7 @@ on, in `re_entry`.
 from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import cut_short
-from rsup.supervisor.failure import exit_kind, exit_text, is_of_a_peer, weight
+from rsup.supervisor.failure import OF_A_PEER, exit_kind, exit_text, is_of_a_peer, weight
 from rsup.supervisor.first_mover import exit_incident
 from rsup.supervisor.open_restart import IN_PROCESS, UNTOLD, Fault, change_open, give_up, has_reserves, join, opened
 from rsup.supervisor.re_entry import announce, check_entered, heard_from, joined, noted, under_way
@@ -32,9 +32,8 @@ NO_FURTHER_RESTART = "no further restart inside the processes"
 """What a rank says that ends because its own limit is reached (`--inprocess-max-iterations`), or too few are left."""
 MAX_LOGGED = 8
 """Of the faults of one restart, those that only follow from another one."""
-_VICTIM = 1
 _WAITED = 2
-"""Of a rank that waited for others until the soft limit: as `failure.weight` of one that did so until the hard one."""
+"""`failure.weight` of a rank that waited for others until the soft limit: as of one that did so until the hard one."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what arrives
@@ -47,21 +46,8 @@ def took_death(turn: Turn, agent_id: str, rank: int) -> bool:
     exit_ = agent.exits[rank]
     if _ends_attempt(turn.state, rank, exit_):
         return False
-    text = exit_text(rank, agent.info.node, exit_)
-    kind = exit_kind(exit_)
     entries = turn.state.in_process.entries
-    fault = Fault(
-        rank=rank,
-        entry=entries.get(rank, max(entries.values(), default=0)) + 1,
-        text=text,
-        kind=kind,
-        signature=signature(kind, exit_.exit_code, exit_.section, exit_.error, rank),
-        weight=UNTOLD if exit_.by_us else weight(exit_),
-        incident=exit_incident(turn.state, agent, rank, exit_, kind, text),
-        exit_code=passed_on(exit_.exit_code, exit_.declared),
-        error=exit_.error,
-        is_death=True,
-    )
+    fault = fault_of_exit(turn.state, agent, rank, exit_, entries.get(rank, max(entries.values(), default=0)))
     turn.change(in_process=replace(turn.state.in_process, entries={r: e for r, e in entries.items() if r != rank}))
     _, why = join(turn, fault)
     if NO_FURTHER_RESTART in exit_.error:
@@ -78,9 +64,27 @@ def took_death(turn: Turn, agent_id: str, rank: int) -> bool:
     assert restart is not None
     replaced = rank in restart.replacing
     how = f"rank {rank} gets a new process" if replaced else "a reserve takes its place"
-    _push(turn, f"{text}; {how}", [rank], fault.weight, gone=rank, owner=agent_id if replaced else "")
+    _push(turn, f"{fault.text}; {how}", [rank], fault.weight, gone=rank, owner=agent_id if replaced else "")
     check_entered(turn)
     return True
+
+
+def fault_of_exit(state: JobState, agent: AgentState, rank: int, exit_: RankExit, entry: int) -> Fault:
+    """The end of a rank's process in that entry. One that ended with 0 may well follow from another rank's fault."""
+    kind, left = exit_kind(exit_), not exit_.exit_code
+    text = exit_text(rank, agent.info.node, exit_) + (f" in entry {entry}, before all had finished" if left else "")
+    return Fault(
+        rank=rank,
+        entry=entry + 1,
+        text=text,
+        kind=kind,
+        signature=signature(kind, exit_.exit_code, exit_.section, exit_.error, rank),
+        weight=UNTOLD if exit_.by_us else OF_A_PEER if left else weight(exit_),
+        incident=exit_incident(state, agent, rank, exit_, kind, text),
+        exit_code=1 if left else passed_on(exit_.exit_code, exit_.declared),
+        error=exit_.error,
+        is_death=True,
+    )
 
 
 def rank_faulted(turn: Turn, agent_id: str, fact: RankFaulted) -> None:
@@ -111,7 +115,7 @@ def rank_faulted(turn: Turn, agent_id: str, fact: RankFaulted) -> None:
         text=text,
         kind="hang" if is_hang else "exit",
         signature=fact.signature or signature(fact.kind, 1, "", fact.text, fact.rank),
-        weight=(_WAITED if is_hang else _VICTIM) if is_victim else 0,
+        weight=(_WAITED if is_hang else OF_A_PEER) if is_victim else 0,
         incident=_fault_incident(state, agent, fact, text),
         error=fact.text,
     )
@@ -183,7 +187,7 @@ def _ends_attempt(state: JobState, rank: int, exit_: RankExit) -> bool:
     ending, replacing = (restart.ending, restart.replacing) if restart is not None else ([], [])
     if exit_.by_us and rank not in ending:
         return True
-    if state.num_ok > ip.num_retired or state.left is not None:
+    if state.num_ok - (not exit_.exit_code) > ip.num_retired or state.left is not None:
         return True  # ranks have finished, or leave: nobody enters again with those that are left
     has_entered = rank in ip.entries or rank in replacing or has_reserves(state)
     alone = not [r for r in ip.entries if r != rank] and under_way(ip) is None
@@ -203,12 +207,12 @@ def _take_off(turn: Turn, agent_id: str, rank: int, exit_: RankExit) -> None:
     if retires:
         taken_over = RankExit(exit_.order, 0, exit_.at_us, by_us="a reserve has taken its place", iteration=exit_.iteration)
         turn.change_agent(agent_id, exits={**others, rank: taken_over})
-        turn.change(num_ok=state.num_ok + 1)
+        turn.change(num_ok=state.num_ok + bool(exit_.exit_code))
     else:
         local_rank = rank - agent.first_rank
         pids = [0 if i == local_rank else pid for i, pid in enumerate(agent.pids)]
         turn.change_agent(agent_id, exits=others, pids=pids)
-        turn.change(num_ended=state.num_ended - 1)
+        turn.change(num_ended=state.num_ended - 1, num_ok=state.num_ok - (not exit_.exit_code))
     turn.change(
         in_process=replace(
             ip,

@@ -23,6 +23,7 @@ from rsup.supervisor.attempt_end import ranks_gone, reform, settle_stopping, suc
 from rsup.supervisor.attempt_start import all_started, attempt_started, device_used, start_failed, store_bound
 from rsup.supervisor.case_machine import case_reported, late_case
 from rsup.supervisor.devices_known import devices_known
+from rsup.supervisor.early_ends import settle_early_ends
 from rsup.supervisor.events import (
     AgentHeard,
     AgentJoined,
@@ -236,7 +237,7 @@ def _settle_starting(turn: Turn) -> None:
 
 
 def _settle_running(turn: Turn) -> None:
-    if not _everyone_finished(turn):
+    if not _everyone_finished(turn) and not settle_early_ends(turn):
         settle_in_process(turn)
 
 

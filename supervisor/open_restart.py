@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import STACKS_WITHIN_S, fail_attempt, numbered
 from rsup.supervisor.fault_evidence import lost_in_process_evidence
-from rsup.supervisor.re_entry import announce, num_entered, num_needed, ranks_text, under_way
+from rsup.supervisor.re_entry import announce, known_text, num_entered, num_needed, ranks_text, under_way
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.restart_policy import LONG_ATTEMPT_S
@@ -64,15 +64,18 @@ def join(turn: Turn, fault: Fault) -> tuple[bool, str]:
     before = under_way(turn.state.in_process)
     if before is None:
         _begin(turn, fault)
+        _count(turn, fault)
     else:
         failed = sorted({*before.failed, fault.rank}) if fault.weight < UNTOLD else before.failed
         change_open(turn, failed=failed, entry=max(before.entry, fault.entry))
-        _move_deadline(turn, fault)
-        if fault.weight < before.weight or _is_behind(fault, before):
-            _blame(turn, fault)
+        is_new = fault.entry > before.counted or fault.rank in before.replacing
+        if not (is_new and _only_waits(fault, before)):
+            _move_deadline(turn, fault)
+            if fault.weight < before.weight or _is_behind(fault, before):
+                _blame(turn, fault)
+            if is_new:
+                _count(turn, fault)
     again = before is None or fault.entry > before.entry or fault.rank in before.replacing
-    if again:
-        _count(turn, fault)
     incident = opened(turn).incident
     victims = sorted({*incident.victims, *opened(turn).failed} - {incident.rank})
     if victims != incident.victims:
@@ -82,10 +85,20 @@ def join(turn: Turn, fault: Fault) -> tuple[bool, str]:
     return again, _spent(turn.state.spec.in_process, turn.state.in_process)
 
 
+def _only_waits(fault: Fault, before: OpenRestart) -> bool:
+    """Whether a rank has left an entry only because others are not in it yet. A limit that ends meanwhile, of ranks that wait
+    for a process which still starts or of that one, is no fault of theirs; the restart's own deadline bounds the whole."""
+    return not fault.is_death and (fault.weight > 0 or (fault.kind == "hang" and bool(before.replacing)))
+
+
 def _is_behind(fault: Fault, before: OpenRestart) -> bool:
-    """Whether, of two ranks of one hang that nothing else tells apart, this one has come less far."""
-    is_hang = fault.kind == before.kind == "hang" and fault.weight == before.weight
-    return is_hang and 0 < fault.incident.iteration < before.incident.iteration
+    """Whether, of two ranks of one hang that nothing else tells apart, this one has come less far; or, where the other only
+    tells that somebody is gone, this one is gone."""
+    if fault.weight != before.weight:
+        return False
+    if fault.kind == before.kind == "hang":
+        return 0 < fault.incident.iteration < before.incident.iteration
+    return fault.incident.exit_code == 0 and before.incident.exit_code is None
 
 
 def _begin(turn: Turn, fault: Fault) -> None:
@@ -100,6 +113,7 @@ def _begin(turn: Turn, fault: Fault) -> None:
         exit_code=fault.exit_code,
         error=fault.error,
         weight=fault.weight,
+        counted=fault.entry,
         failed=[fault.rank] if fault.weight < UNTOLD else [],
         deadline_s=turn.now.s + within_s + (start_s if fault.is_death else 0.0),
         latest_s=turn.now.s + 2 * (within_s + start_s),
@@ -158,6 +172,7 @@ def _count(turn: Turn, fault: Fault) -> None:
             iteration=max(ip.iteration, state.attempt_iteration),
             checkpoint=max(ip.checkpoint, state.checkpoint),
             fault_s=turn.now.s,
+            open=replace(opened(turn), counted=max(opened(turn).counted, fault.entry)),
         )
     )
 
@@ -206,7 +221,7 @@ def _missing(state: JobState, restart: OpenRestart) -> list[int]:
 def give_up(turn: Turn, why: str) -> None:
     """All processes of the attempt are restarted instead, if the restart policy has it."""
     state, restart = turn.state, opened(turn)
-    text = f"{restart.text}; {why}"
+    text = f"{known_text(restart)}; {why}"
     ended = {rank for _, agent in state.active for rank in agent.exits}
     blamed = {rank: exit_ for rank, exit_ in restart.exits.items() if rank not in ended}
     turn.change(in_process=replace(state.in_process, given_up=why, blamed=blamed))

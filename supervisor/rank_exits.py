@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from rsup.supervisor.attempt_end import STACKS_WITHIN_S, fail_attempt
+from rsup.supervisor.early_ends import took_early_end
 from rsup.supervisor.end_report import MAX_REPORTED
 from rsup.supervisor.failure import exit_kind, exit_text, waited_in_vain
 from rsup.supervisor.first_mover import exit_incident
@@ -51,7 +52,7 @@ def rank_exited(turn: Turn, agent_id: str, fact: RankExited) -> None:
         fail_by_exit(turn, agent_id, fact.rank)
     elif fact.saved and state.stop is not None:
         turn.change(stop=replace(state.stop, saved=True))
-    if not fact.exit_code:
+    if not fact.exit_code and not took_early_end(turn, agent_id, fact.rank):
         finished(turn, fact.rank)
 
 

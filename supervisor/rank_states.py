@@ -40,6 +40,8 @@ class OpenRestart(Struct, frozen=True, kw_only=True):
     error: str = ""
     weight: int = 0
     """As `failure.weight`: a lighter fault that becomes known later is the one behind it."""
+    counted: int = 0
+    """The last entry that a fault was counted for. One that ranks only left since they waited for another is not."""
     failed: list[int] = []
     exits: dict[int, RankExit] = {}
     """How processes of it ended, the last one of each rank."""
@@ -68,6 +70,8 @@ class InProcess(Struct, frozen=True, kw_only=True):
 
     entries: dict[int, int] = {}
     """The last entry into the training function that each living process has reported."""
+    left: dict[int, int] = {}
+    """The same of those that have ended with 0."""
     active: int = 0
     """How many ranks compute, 0: unknown. The others are reserves."""
     restartable: bool = False

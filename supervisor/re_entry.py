@@ -6,6 +6,7 @@ order, those of several do not: an entry may become known before the fault that 
 
 from msgspec.structs import replace
 
+from rsup.supervisor.failure import NOBODY_KNOWN, OF_A_PEER
 from rsup.supervisor.fault_evidence import lost_in_process_evidence
 from rsup.supervisor.records import RankSaved
 from rsup.supervisor.render import plural
@@ -24,6 +25,12 @@ def under_way(in_process: InProcess) -> OpenRestart | None:
     return restart if restart is not None and not restart.entered_us else None
 
 
+def known_text(restart: OpenRestart) -> str:
+    """The fault behind the restart, and that it is a victim's where nobody has told of one of his own."""
+    is_victim = restart.weight == OF_A_PEER and restart.incident.exit_code != 0
+    return f"{NOBODY_KNOWN}: {restart.text}" if is_victim else restart.text
+
+
 def announce(turn: Turn) -> None:
     """Say once, on the terminal, what has happened: the fault behind the others, then whom it took along, and what follows."""
     state, restart = turn.state, turn.state.in_process.open
@@ -40,7 +47,7 @@ def announce(turn: Turn) -> None:
     if 0 < state.in_process.active < state.world_size and gone:
         replaced = "; a reserve takes its place" if len(gone) == 1 else "; reserves take their places"
     again = f"the ranks enter their training function again, in their processes (entry {restart.entry})"
-    turn.tell(f"{restart.text}{with_it}{replaced}; {again}")
+    turn.tell(f"{known_text(restart)}{with_it}{replaced}; {again}")
     _change(turn, restart, told=True)
 
 
@@ -54,6 +61,23 @@ def num_needed(state: JobState) -> int:
     ip = state.in_process
     num_finished = state.num_ok - ip.num_retired
     return max(0, min((ip.active or state.world_size) - num_finished, state.world_size - state.num_ended))
+
+
+def left_before(state: JobState, restart: OpenRestart) -> list[int]:
+    """Ranks whose process has ended with 0 before it was in the entry that all have to reach: nobody will come. Of reserves,
+    which enter nothing, this cannot be said."""
+    ip = state.in_process
+    if state.num_ok == ip.num_retired or state.adopted:
+        return []
+    has_reserves = 0 < ip.active < state.world_size
+    last = ip.entries | ip.left
+    return sorted(
+        rank
+        for _, agent in state.active
+        for rank, exit_ in agent.exits.items()
+        if not exit_.exit_code and not exit_.by_us and (rank in last or not has_reserves)
+        if last.get(rank, 0) < restart.entry
+    )
 
 
 def num_entered(state: JobState, restart: OpenRestart) -> int:
@@ -130,7 +154,8 @@ def finished(turn: Turn, rank: int) -> None:
     """A rank has left well: nobody waits for it."""
     ip, restart = turn.state.in_process, turn.state.in_process.open
     if rank in ip.entries:
-        turn.change(in_process=replace(ip, entries={r: entry for r, entry in ip.entries.items() if r != rank}))
+        entries = {r: entry for r, entry in ip.entries.items() if r != rank}
+        turn.change(in_process=replace(ip, entries=entries, left={**ip.left, rank: ip.entries[rank]}))
     if restart is not None and rank in (*restart.ending, *restart.replacing):
         ending, replacing = [[r for r in ranks if r != rank] for ranks in (restart.ending, restart.replacing)]
         _change(turn, restart, ending=ending, replacing=replacing)
@@ -143,12 +168,16 @@ def check_entered(turn: Turn) -> None:
     state, restart = turn.state, under_way(turn.state.in_process)
     if restart is None or state.phase not in _AT_WORK or restart.replacing or restart.ending:
         return
-    if num_entered(state, restart) < num_needed(state):
+    if num_entered(state, restart) < num_needed(state) or left_before(state, restart):
         return
     took_s = (turn.now.us - restart.since_us) / 1e6
     restart = _change(turn, restart, entered_us=turn.now.us, deadline_s=None)
     announce(turn)
     restart = turn.state.in_process.open or restart
+    if known_text(restart) != restart.text:
+        incident = replace(restart.incident, text=known_text(restart))
+        restart = _change(turn, restart, incident=incident)
+        turn.record(incident)
     turn.change(in_process=replace(turn.state.in_process, entered=restart.entry))
     data: dict[str, object] = {
         "entry": restart.entry,

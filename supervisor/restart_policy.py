@@ -1,6 +1,7 @@
 """Whether a failed attempt is followed by another. Pure; `judge` is the whole of it.
 
-Rules, in order: an exit code that a rank declared on purpose ends the job with it; a spent `--max-restarts` (mode `count`, or
+Rules, in order: an exit code that a rank declared on purpose ends the job with it (wrong usage only before the first iteration:
+options that trained once are not wrong, something around them has changed); a spent `--max-restarts` (mode `count`, or
 set beside `auto`) or no-progress budget (mode `auto`) ends it; `identical_limit` equal failures without progress between them
 end it with 93, since the next attempt would fail alike; otherwise it restarts after a back-off.
 
@@ -16,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rsup.supervisor.states import Budget
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, RestartPolicy
+from rsup.supervisor.wire import DECLARED_EXIT_CODES, EXIT_USAGE, RestartPolicy
 
 LONG_ATTEMPT_S = 600.0
 MAX_SIGNATURE_CHARS = 300
@@ -64,8 +65,10 @@ def passed_on(exit_code: int, declared: int) -> int:
 
 def judge(policy: RestartPolicy, budget: Budget, failed: FailedAttempt) -> tuple[Verdict, Budget]:
     """The verdict on a failed attempt, and the budget after it."""
+    why = failed.declared_reason or "no reason given"
+    if failed.declared == failed.exit_code == EXIT_USAGE and not failed.iteration:
+        return Verdict(False, EXIT_USAGE, f"no restart: the next attempt would meet the same ({why})"), budget
     if failed.declared in DECLARED_EXIT_CODES and failed.declared == failed.exit_code:
-        why = failed.declared_reason or "no reason given"
         return Verdict(
             False, failed.declared, f"no restart: a rank left on purpose with exit code {failed.declared} ({why})"
         ), budget

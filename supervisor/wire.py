@@ -38,6 +38,8 @@ EXIT_REQUEUE = 88
 EXIT_NO_REQUEUE = 93
 DECLARED_EXIT_CODES = (16, 17, 75, 88, 93)
 """Codes a rank's exit passes on only after it declared them with `RankDeclares`; undeclared they become 1."""
+DECLARABLE_EXIT_CODES = (EXIT_USAGE, *DECLARED_EXIT_CODES)
+"""`EXIT_USAGE` is passed on in any case; declared, it says that another attempt would meet the same."""
 
 
 class RsupError(Exception):

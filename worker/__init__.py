@@ -142,9 +142,10 @@ def restartable(function: "Callable[_P, _R]", settings: "InProcessSettings | Non
 
 
 def declare_exit(code: int, reason: str) -> None:
-    """This rank will exit with `code` (16, 17, 75, 88 or 93) on purpose; undeclared, these become 1."""
-    if code not in _wire.DECLARED_EXIT_CODES:
-        raise ValueError(f"exit code {code} cannot be declared; use one of {_wire.DECLARED_EXIT_CODES}")
+    """This rank will exit with `code` (16, 17, 75, 88 or 93; undeclared, these become 1) on purpose; or with 2 for wrong usage,
+    which no restart makes better."""
+    if code not in _wire.DECLARABLE_EXIT_CODES:
+        raise ValueError(f"exit code {code} cannot be declared; use one of {_wire.DECLARABLE_EXIT_CODES}")
     session = _session or init()
     session.send(_wire.RankDeclares(code, _wire.clip(reason, 4096)))
     session.flush(DECLARED_WITHIN_S)  # what follows may end the process without asking anybody

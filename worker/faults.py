@@ -10,7 +10,8 @@ durable. Faults are a trainer's option, off by default; nothing here is reachabl
     exit=N                   leave at once with that code
     hang                     sleep for ever in the step; signals and other threads still run
     busy-hang                the same in a loop of Python's
-    gil-hang                 the same while holding the interpreter lock: no Python thread runs
+    hang-in-collective       wait in torch's communication for what no other rank sends
+    gil-hang                 sleep while holding the interpreter lock: no Python thread runs
     hang-in-checkpoint       sleep for ever at the start of the save after that iteration
     sigkill-in-checkpoint    SIGKILL while the save after that iteration is being written
     hang-at-start            sleep for ever before the first step; takes no iteration
@@ -32,7 +33,7 @@ from rsup.supervisor.wire import UsageError
 from rsup.worker.checkpoint_directory import sync_directory
 from rsup.worker.numeric_faults import NUMERIC_KINDS, NumericFault, check_numeric_fault, parse_numeric_fault
 
-STEP_KINDS = ("sigkill", "sigstop", "exception", "out-of-memory", "exit", "hang", "busy-hang", "gil-hang")
+STEP_KINDS = ("sigkill", "sigstop", "exception", "out-of-memory", "exit", "hang", "busy-hang", "hang-in-collective", "gil-hang")
 CHECKPOINT_KINDS = ("hang-in-checkpoint", "sigkill-in-checkpoint")
 START_KINDS = ("hang-at-start",)
 KINDS = STEP_KINDS + CHECKPOINT_KINDS + START_KINDS
@@ -189,6 +190,8 @@ def _perform(fault: Fault) -> None:
             time.sleep(0.01)
     elif fault.kind == "exit":
         os._exit(fault.exit_code)
+    elif fault.kind == "hang-in-collective":
+        _wait_for_nobody()
     elif fault.kind == "gil-hang":
         _hold_the_interpreter()
     else:
@@ -202,6 +205,17 @@ def _ask_for_too_much() -> None:
 
     device = torch.device("cuda") if torch.cuda.is_initialized() else torch.device("cpu")  # type: ignore[no-untyped-call]
     torch.empty(1 << 48, dtype=torch.uint8, device=device)
+
+
+def _wait_for_nobody() -> None:
+    """As a rank that has run a collective more than the others, or one fewer: all stand in torch's communication."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda") if torch.cuda.is_initialized() else torch.device("cpu")  # type: ignore[no-untyped-call]
+    found = torch.empty(1, device=device)
+    dist.recv(found, src=(dist.get_rank() + 1) % dist.get_world_size())
+    found.cpu()
 
 
 def _hold_the_interpreter() -> None:

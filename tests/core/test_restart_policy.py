@@ -34,6 +34,9 @@ def failed(**fields: object) -> FailedAttempt:
             "on purpose with exit code 17 (NaN)",
         ),
         (COUNT, Budget(), failed(exit_code=3, declared=17), True, 0, "restart 1 of 2"),
+        (COUNT, Budget(), failed(exit_code=2, declared=2, declared_reason="--lr"), False, 2, "would meet the same (--lr)"),
+        (COUNT, Budget(), failed(exit_code=2), True, 0, "restart 1 of 2"),
+        (COUNT, Budget(), failed(exit_code=2, declared=2, iteration=7), True, 0, "restart 1 of 2"),
     ],
 )
 def test_verdicts(

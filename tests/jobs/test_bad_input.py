@@ -46,6 +46,13 @@ def test_wrong_usage(place: Place, arguments: tuple[str, ...], said: str) -> Non
     refused(place.launch(*arguments), 2, "rsup launch:", said)
 
 
+def test_wrong_options_of_the_trainer_cost_one_attempt(place: Place) -> None:
+    trainer = ("-m", "rsup.worker.reference.train", "--cuda-graph-impl", "local")
+    launched = place.launch("--nproc-per-node", "2", "--max-restarts", "3", "--job-id", "w", *trainer).ends(2, within_s=30)
+    assert "--cuda-graph-impl local does not go with a CUDA graph" in launched.stderr
+    assert "would meet the same" in launched.stderr and len(place.status("w")["attempts"]) == 1
+
+
 def test_a_store_port_in_use(place: Place) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

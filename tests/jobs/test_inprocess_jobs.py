@@ -255,6 +255,15 @@ def test_the_trainer_ends_with_the_digest_of_an_undisturbed_run(place: Place) ->
     assert len(place.status("d")["attempts"]) == 1
 
 
+@pytest.mark.timeout(300)
+def test_a_training_with_a_graph_is_entered_again(place: Place) -> None:
+    """What was launched and not settled is dropped with the entry, and the run ends like one without a graph."""
+    graph = ("--cuda-graph-impl", "full_iteration", "--optimizer-cuda-graph")
+    disturbed = train(place, "g", 2, *graph, "--fault", "rank=1,iteration=8,kind=exception")
+    assert disturbed == calm_digest(place)
+    assert len(place.status("g")["attempts"]) == 1
+
+
 def begin(place: Place, job: str, *options: str, launch: tuple[str, ...] = ()) -> Launched:
     """A small training that goes on for long, with in-process restart and an exit signal."""
     more = ("--iterations", "100000", "--inprocess-restart", "--exit-signal-handler", "--save", str(place.folder / job))

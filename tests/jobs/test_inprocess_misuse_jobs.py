@@ -22,7 +22,7 @@ def training():
     dist.all_reduce(ones)
     if RANK == 1 and entry == 3:
         KEPT.append(dist.group.WORLD)
-    if RANK == 1 and entry <= 3:
+    if RANK == 1 and entry <= 4:
         raise ValueError(f"in entry {entry}")
     if entry == 1:
         try:
@@ -36,7 +36,13 @@ def training():
                 time.sleep(0.01)
         finally:
             raise KeyError("a clean-up that fails")
-    if entry == 4 and RANK == 0:
+    if entry == 4:
+        try:
+            while True:
+                time.sleep(0.01)
+        except BaseException:
+            os._exit(0)
+    if entry == 5 and RANK == 0:
         raise CheckpointError("the directory is another job's; use one of its own")
     while True:
         dist.all_reduce(ones)
@@ -47,7 +53,7 @@ restartable(training)()
 
 @pytest.mark.timeout(120)
 def test_each_misuse_is_named_and_an_operating_error_ends_the_job(place: Place) -> None:
-    """A restart of no process but the one whose connections hold up the other."""
+    """A restart of no process but the one whose connections hold up the other, and the one that ends with 0."""
     limits = ("--inprocess-identical-limit", "0", "--inprocess-no-progress-limit", "0")
     launched = place.launch("--nproc-per-node", "2", "--job-id", "mis", *limits, place.script(SCRIPT)).ends(1)
     story = place.rsup("events", "mis")
@@ -56,8 +62,10 @@ def test_each_misuse_is_named_and_an_operating_error_ends_the_job(place: Place) 
     assert "was interrupted for a restart and raised KeyError in its place: 'a clean-up that fails'" in story
     assert "rank 1: the global variable KEPT of __main__ (a list) keeps a process group" in story
     assert "in which rank 0 waits: this process ends, and another takes its place" in story
+    assert "exited with code 0 in entry 4, before all had finished; rank 0 gets a new process" in story
     assert "every rank is in entry 4" in story
-    assert "every rank is in entry 5" not in story
+    assert "every rank is in entry 5" in story
+    assert "every rank is in entry 6" not in story
     status = place.status("mis")
     assert len(status["attempts"]) == 1
     assert "InternalError" not in launched.stderr

@@ -32,7 +32,7 @@ CASES: list[Case] = [
     (
         "--inference-cuda-graph-scope block",
         {"inference_cuda_graph_scope": "block"},
-        "use none",
+        "or use none",
         {"inference_cuda_graph_scope": "none"},
     ),
     ("--cuda-graph-warmup-steps 0", {"cuda_graph_warmup_steps": 0}, "use 1 or more", {"cuda_graph_warmup_steps": 1}),
@@ -64,13 +64,13 @@ CASES: list[Case] = [
     (
         "--moe-input-jitter-eps 0.01",
         {"moe_input_jitter_eps": 0.01, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
-        "leave it out",
+        "leave out --moe-input-jitter-eps",
         {"moe_input_jitter_eps": None},
     ),
     (
-        "--fine-grained-offloading-max-inflight-offloads None",
+        "--activation-offload without --fine-grained-offloading-max-inflight-offloads does",
         {"activation_offload": True},
-        "give it 0 or more",
+        "give --fine-grained-offloading-max-inflight-offloads, 0 or more",
         {"fine_grained_offloading_max_inflight_offloads": 0},
     ),
     (
@@ -176,7 +176,7 @@ CASES: list[Case] = [
         {"graphs_registered": True},
     ),
     (
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF does",
         {"expandable_segments": True},
         "set NCCL_GRAPH_REGISTER=0",
         {"nccl_graph_register": False},

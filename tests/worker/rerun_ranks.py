@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Run:
         self.module = module
         replica = axis.replica_of(self.rank) if axis is not None else self.rank
         torch.manual_seed(100 + replica)
-        self.data = RerunDataIterator([self.batch(replica) for _ in range(40)])
+        self.data = RerunDataIterator(self.loader(replica))
         self.exit = Exit(False, False, 0)
         self.skipped: list[int] = []
         while self.number < 5:
@@ -49,6 +49,9 @@ class Run:
                 self.skipped.append(self.number)
             else:
                 optimizer.step()
+
+    def loader(self, replica: int) -> Iterable[dict[str, Any]]:
+        return [self.batch(replica) for _ in range(40)]
 
     def batch(self, replica: int) -> dict[str, Any]:
         """Nested, of a size that differs from rank to rank."""
@@ -77,6 +80,11 @@ def ddp() -> Made:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
     wrapped = DistributedDataParallel(model)
     return wrapped, model, None
+
+
+def dropout_ddp() -> Made:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    return DistributedDataParallel(model), model, None
 
 
 def plain_ddp() -> Made:
@@ -191,6 +199,43 @@ def check_an_echo_accuses_nobody(rank: int, size: int) -> None:
     assert report is not None and (report.verdict, report.action) == ("", "elsewhere"), report
     assert {finding.rank for finding in report.findings} == {1}, report.findings
     assert report.tried == {1: ["GPU-1"]}, report.tried
+
+
+class Augmenting(Run):
+    """Batches are made when they are drawn, from the generator that dropout uses."""
+
+    def loader(self, replica: int) -> Iterable[dict[str, Any]]:
+        for number in range(40):
+            batch = self.batch(replica)
+            if replica == 2 and number == 5:  # of the third iteration
+                self.spoil(batch["x"])
+            yield batch
+
+    def spoil(self, x: torch.Tensor) -> None:
+        """This rank's batch."""
+
+    def iterate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().iterate(model, optimizer)
+        self.left = torch.get_rng_state()
+
+
+def check_a_loader_that_draws_from_the_same_generator_as_dropout(rank: int, size: int) -> None:
+    """What a batch left in the generators moves with it: another rank computes exactly what this one did."""
+    plain = Augmenting(dropout_ddp, healthy)
+    run = Augmenting(dropout_ddp, first_pass(1, 3))
+    assert run.verdict == "transient: " and weights(run) == weights(plain) and torch.equal(run.left, plain.left)
+    audited = Augmenting(dropout_ddp, healthy, mode=RerunMode.AUDIT, audit_interval=1)
+    assert not audited.exit.should_exit and audited.rerun.last_report is None, audited.rerun.last_report
+    assert audited.passes == 15 and torch.equal(audited.left, plain.left), "its own generators came back"
+    run = Augmenting(dropout_ddp, device(1))
+    assert run.verdict == "persistent: GPU-1" and run.passes == 5, (run.verdict, run.passes)
+
+    class Spoiled(Augmenting):
+        def spoil(self, x: torch.Tensor) -> None:
+            x[0, 0] = math.nan
+
+    run = Spoiled(dropout_ddp, healthy, on_application="skip")
+    assert run.verdict == "application: " and run.skipped == [3], run.verdict
 
 
 def check_data_that_do_not_move_accuse_nobody(rank: int, size: int) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rsup.worker.rerun.audit import Audit
 from rsup.worker.rerun.checksums import Difference, differing
-from rsup.worker.rerun.contract import Checked, Judgement, Payload, RankDevice, RankFinding, RerunError
+from rsup.worker.rerun.contract import Checked, Drawn, Judgement, Payload, RankDevice, RankFinding, RerunError
 from rsup.worker.rerun.exchange import gather, move
 from rsup.worker.rerun.gradient_checks import GradientChecks
 from rsup.worker.rerun.replica_axis import ReplicaAxis
@@ -43,18 +43,21 @@ def check_payloads_of_any_kind_move(rank: int, size: int) -> None:
     big = torch.arange(1_000_000)
     batches: dict[int, list[list[Any] | None]] = {
         0: [[{"tokens": torch.full((3, 5), 7), "more": (1, None, "x", [torch.tensor(1.5, dtype=torch.bfloat16)])}] * 4, None],
-        1: [[], None],
+        1: [[Drawn({"x": big[:10]}, b"states")], None],
         2: [[(big[:10], numpy.arange(3), Sample(torch.ones(2, 2), "s"), torch.tensor(float("nan")))], [torch.zeros(0)]],
     }
     for shift in (1, 2, -1, 3):
         source = axis.next_of(rank, -shift)
         got = move(Payload(batches[rank], bytes([rank]) * 5), axis, shift, None, CPU)
         assert got.rng == bytes([source]) * 5
-        assert len(got.batches[0] or []) == [4, 0, 1][source] and (got.batches[1] is None) == (source != 2)
+        assert len(got.batches[0] or []) == [4, 1, 1][source] and (got.batches[1] is None) == (source != 2)
         if source == 0:
             first = (got.batches[0] or [])[3]
             assert torch.equal(first["tokens"], torch.full((3, 5), 7)) and first["more"][:3] == (1, None, "x")
             assert first["more"][3][0].dtype == torch.bfloat16
+        if source == 1:
+            (drawn,) = got.batches[0] or []
+            assert type(drawn) is Drawn and torch.equal(drawn.batch["x"], big[:10]) and drawn.rng == b"states"
         if source == 2:
             tokens, numbers, sample, nan = (got.batches[0] or [])[0]
             assert torch.equal(tokens, big[:10]) and numbers.tolist() == [0, 1, 2] and bool(nan.isnan())

@@ -50,6 +50,20 @@ def test_without_a_graph_nothing_is_forbidden() -> None:
     assert violations(GraphFacts(**{**everything, "cuda_graph_impl": "none", "optimizer_cuda_graph": False})) == []
 
 
+def test_violations_of_one_cause_are_one_line() -> None:
+    """Without own code: only what options can do, and which values nobody gave."""
+    facts = GraphFacts(
+        recompute_granularity="full",
+        attention_dropout=0.1,
+        hidden_dropout=0.2,
+        at_default=frozenset({"--attention-dropout"}),
+        in_own_code=False,
+    )
+    (line,) = violations(facts)
+    assert line.startswith("--attention-dropout 0.1 (the default) and --hidden-dropout 0.2 do not go with a CUDA graph: ")
+    assert line.endswith("; use --attention-dropout 0 and --hidden-dropout 0, or leave out --recompute-granularity")
+
+
 def test_several_violations_are_counted() -> None:
     with pytest.raises(ConstraintError, match=r"^--hybrid-context-parallel .* \(2 more after that\)$"):
         check_constraints(GraphFacts(hybrid_context_parallel=True, fp16=True, log_straggler=True))
@@ -67,8 +81,16 @@ def test_several_violations_are_counted() -> None:
     ],
 )
 def test_facts_of_the_environment(environment: dict[str, str], expected: tuple[bool, bool, bool]) -> None:
-    assert tuple(facts_of_environment(environment).values()) == expected
-    assert set(facts_of_environment(environment)) == {"expandable_segments", "nccl_graph_register", "nccl_blocking_wait"}
+    facts = facts_of_environment(environment)
+    variable = facts.pop("allocator_variable")
+    assert (facts["expandable_segments"], facts["nccl_graph_register"], facts["nccl_blocking_wait"]) == expected
+    assert len(facts) == 3 and "expandable_segments:true" not in str({**environment, variable: ""}).lower()
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_variable_that_is_set_is_named(variable: str) -> None:
+    facts = GraphFacts(**facts_of_environment({variable: "expandable_segments:true"}))
+    assert violations(facts)[0].startswith(f"expandable_segments:True in {variable} does not go with")
 
 
 def test_options_are_judged_without_torch() -> None:
@@ -82,4 +104,4 @@ def test_the_document_shows_both_tables() -> None:
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line.startswith("|")]
     shown = {tuple(re.sub(r"[`\\]", "", cell) for cell in row) for row in rows}
     for rule in (*CONSTRAINTS, *LIVE_CONSTRAINTS):
-        assert (rule.option, rule.why, rule.remedy) in shown, rule.option
+        assert (rule.option, rule.why, getattr(rule, "remedies", rule.remedy)) in shown, rule.option

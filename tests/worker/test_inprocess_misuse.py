@@ -1,14 +1,15 @@
 """What a training function may do that a restart must survive or name: swallow the interruption, keep groups, fail for good."""
 
-import ctypes
 import errno
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ pytest.importorskip("nvidia_resiliency_ext")
 
 import torch
 import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess import monitor_thread
 from nvidia_resiliency_ext.inprocess.state import State
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from rsup.worker.checkpoint_directory import CheckpointError
-from rsup.worker.inprocess import callbacks, faults, interruption, preconditions
+from rsup.worker.inprocess import callbacks, faults, interruption, leftovers, preconditions
 from rsup.worker.inprocess.groups import KeptGroup, OldGroups
 from rsup.worker.inprocess.interruption import Interruption, name_of
 from rsup.worker.inprocess.job_store import JobStore
@@ -47,15 +49,28 @@ def test_an_interruption_on_its_way_is_met_and_one_that_is_gone_was_swallowed(mo
     gone.begin()
     gone.sent()
     assert gone.was_swallowed()
+    gone.begin()  # of the next entry: what was sent for the last one tells nothing
+    monkeypatch.setattr(interruption, "SENT_WITHIN_S", 0.05)
+    assert not gone.was_swallowed()
+
+
+def test_nobody_is_accused_before_nvrx_has_raised_the_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stood in a collective for longer than an interruption takes is freed, and NVRx raises it only then."""
+    monkeypatch.setattr(interruption, "DELIVERED_WITHIN_S", 0.05)
+    monkeypatch.setattr(interruption, "_watched", None)
+    monkeypatch.setattr(monitor_thread, "async_raise", monitor_thread.async_raise)
     coming, main = Interruption(Stop), threading.get_ident()
+    interruption.watch(coming)
     coming.begin()
-
-    def send() -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Stop))
-
-    threading.Timer(0.05, send).start()
+    coming._begun_s -= 100
+    threading.Timer(0.2, lambda: monitor_thread.async_raise(main, Stop)).start()
     with pytest.raises(Stop):
         coming.was_swallowed()
+    deadline_s = time.monotonic() + 10
+    while not coming._sent_s:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    assert coming.was_swallowed()
 
 
 def test_an_error_raised_while_the_interruption_was_handled_is_known_by_it() -> None:
@@ -96,6 +111,36 @@ def test_an_operating_error_ends_the_job_unless_it_is_of_a_kind_that_may_pass() 
     assert not faults.may_pass(failed(FileNotFoundError(errno.ENOENT, "no such file")))
     assert faults.may_pass(failed(OSError(errno.ESTALE, "stale file handle")))
     assert faults.may_pass(failed(RuntimeError("Connection closed by peer [127.0.0.1]:5")))
+
+
+def test_a_store_that_is_closed_on_its_waiters_makes_victims_in_one_line(tmp_path: Path) -> None:
+    """torch's own warning of it, with its C++ frames, does not reach the terminal; its errors would."""
+    script = tmp_path / "waiter.py"
+    script.write_text(WAITER)
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "victim\n", done
+    assert "frame #" not in done.stderr and "Exception raised" not in done.stderr, done.stderr
+
+
+WAITER = """
+import os, signal, threading
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from rsup.worker.inprocess import faults, torch_log
+reading, writing = os.pipe()
+server = os.fork()
+if server == 0:
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writing, str(kept.port).encode())
+    signal.pause()
+torch_log.only_errors()
+store = TCPStore("127.0.0.1", int(os.read(reading, 10)), is_master=False, wait_for_workers=False)
+threading.Timer(0.2, lambda: os.kill(server, signal.SIGKILL)).start()
+try:
+    store.wait(["never"], timedelta(seconds=20))
+except Exception as error:
+    print("victim" if faults.describe(error, 1, 0).victim else repr(error))
+"""
 
 
 # ------------------------------------------------------------------------------------------------------------ what is kept
@@ -164,13 +209,10 @@ def test_nothing_is_kept_by_ddp_itself(group: None) -> None:
 class Leaving:
     """A rank with leftovers of its own, and what it says."""
 
-    def __init__(self, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rsup.worker.inprocess import leftovers
-
-        monkeypatch.setattr(leftovers, "OTHERS_LEAVE_WITHIN_S", 0.2)
+    def __init__(self, port: int, hard_limit_s: float) -> None:
         self.said: list[str] = []
         self.ended: list[str] = []
-        self.leftovers = Leftovers(JobStore("127.0.0.1", port), self.said.append, self._end)
+        self.leftovers = Leftovers(JobStore("127.0.0.1", port), self.said.append, self._end, hard_limit_s)
 
     def _end(self, text: str) -> None:
         self.ended.append(text)
@@ -180,9 +222,12 @@ class Leaving:
 HELD = Thing()
 
 
-def test_a_rank_ends_only_where_its_open_connections_hold_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_only_where_its_open_connections_hold_others_up() -> None:
+    """And well before the hard limit of those that it holds up."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank = Leaving(server.port, monkeypatch)
+    rank = Leaving(server.port, hard_limit_s=0.8)
+    assert rank.leftovers._within_s < 0.4
+    assert Leaving(server.port, hard_limit_s=90.0).leftovers._within_s == leftovers.LONGEST_WAIT_S
     here, other = State(0, 2).freeze(), State(1, 2).freeze()
     rank.leftovers.left(here)
     rank.leftovers.kept(here, [KeptGroup(HELD, has_sockets=False)])

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,14 +83,34 @@ def test_a_thread_that_waits_for_others_is_told_from_one_that_does_not() -> None
     assert not stand.waits
     report = faults.soft_timeout(stand, entry=2, iteration=7, limit_s=60.0)
     assert (report.entry, report.iteration, report.victim) == (2, 7, False)
-    assert "60 s" in report.text and "stand_of_main_thread (faults.py" in report.text and wire.SOFT_LIMIT in report.text
-    frames = faults.traceback.StackSummary.from_list(
+    assert "60 s" in report.text and wire.SOFT_LIMIT in report.text
+    assert "it stands in test_a_thread_that_waits_for_others_is_told_from_one_that_does_not (test_inprocess_" in report.text
+    frames = traceback.StackSummary.from_list(
         [("/x/torch/distributed/distributed_c10d.py", 9, "all_reduce", ""), ("/home/train.py", 3, "train", "")]
     )
     waiting = faults.Stand(frames)
     assert waiting.waits and waiting.where == "train (train.py:3)"
-    of_gpu = faults.Stand(faults.traceback.StackSummary.from_list([("/home/train.py", 3, "train", "x = loss.item()")]))
+    of_gpu = faults.Stand(traceback.StackSummary.from_list([("/home/train.py", 3, "train", "x = loss.item()")]))
     assert of_gpu.waits
+
+
+def stand(*places: tuple[str, str]) -> faults.Stand:
+    """Of a thread in those functions of those files, innermost first."""
+    return faults.Stand(traceback.StackSummary.from_list([(file, 3, name, "") for name, file in places]))
+
+
+def test_places_are_named_in_the_users_script() -> None:
+    ours, nvrx = str(Path(faults.__file__).with_name("wrapping.py")), "/v/nvidia_resiliency_ext/inprocess/wrap.py"
+    outside = (("_enter", ours), ("guarded", ours), ("__call__", nvrx), ("<module>", "/home/train.py"))
+    waits = stand(
+        ("wait", threading.__file__), ("get", "/v/site-packages/loader/queue.py"), ("load", "/home/data.py"), *outside
+    )
+    assert waits.where == "load (data.py:3)"
+    assert not waits.waits, "for a thread of its own"
+    assert stand(("step", "/v/site-packages/megatron/training.py"), *outside).where == "step (training.py:3)"
+    joining = stand(("open", ours), ("_begin", ours), ("__call__", nvrx), ("<module>", "/home/train.py"))
+    assert joining.waits and joining.joins
+    assert "; it waits for the other ranks' restart" in faults.soft_timeout(joining, 2, 0, 60.0).text
 
 
 # --------------------------------------------------------------------------------------------------------------- connections

@@ -22,6 +22,7 @@ from rsup.supervisor.wire import UsageError
 from rsup.worker.inprocess import faults
 from rsup.worker.inprocess.entry import Entry
 from rsup.worker.inprocess.job_store import JobStore, look_now
+from rsup.worker.inprocess.newcomers import meet_newcomers
 from rsup.worker.inprocess.peers import Peers, death_key
 from rsup.worker.inprocess.seats import SameSeats, make_seats
 from rsup.worker.inprocess.settings import InProcessSettings, check_settings
@@ -297,3 +298,20 @@ def test_local_rank_is_back_after_the_wrapper_was_made(monkeypatch: pytest.Monke
     with without("LOCAL_RANK"):
         assert "LOCAL_RANK" not in os.environ
     assert os.environ["LOCAL_RANK"] == "3"
+
+
+# ------------------------------------------------------------------------------------------------------------ newcomers
+
+
+def test_a_dead_ranks_new_process_is_waited_for_in_python(port: int) -> None:
+    """Its imports may take longer than the soft limit; nobody waits for ranks that live."""
+    store, late = JobStore("127.0.0.1", port), State(1, 3)
+    store.of_iteration(0).record_terminated_ranks([1])
+    survivor = State(0, 3)
+    assert meet_newcomers(store, survivor.freeze()), "the first entry has no newcomers"
+    survivor.iteration = late.iteration = 1
+    assert not meet_newcomers(store, survivor.freeze(), within_s=0.05)
+    threading.Timer(0.1, lambda: meet_newcomers(JobStore("127.0.0.1", port, joining=True), late.freeze())).start()
+    assert meet_newcomers(store, survivor.freeze(), within_s=10.0)
+    survivor.iteration = 2
+    assert meet_newcomers(store, survivor.freeze(), within_s=0.0)

@@ -107,6 +107,23 @@ def test_a_step_is_kept_and_another_device_computes_just_that(tmp_path: Path, or
     assert (results["GPU-bad"].outcome, results["GPU-good"].outcome) == (FAILED, SKIPPED)
 
 
+def test_a_step_is_repeated_with_what_its_loader_had_drawn(tmp_path: Path, ordered: Any) -> None:
+    """Noise from the generator that dropout uses: it is in the batch, and out of the generator."""
+
+    def noisy(loop: Loop) -> Loop:
+        loop.data = [RerunDataIterator(torch.full((2, 4), i / 10) + torch.randn(2, 4) for i in range(1, 20))]
+        return loop
+
+    failed = noisy(Loop("GPU-bad", tmp_path))
+    assert failed.run().exit_code == 16 and failed.rerun.last_report is not None
+    undisturbed = noisy(Loop("GPU-good"))
+    undisturbed.run(3)
+    other = noisy(Loop("GPU-good"))
+    ordered(steps_of(failed.rerun.last_report.checkpoint)[0])
+    assert replay_case(other.rerun, other.data, other.forward_backward)
+    assert other.losses == [undisturbed.losses[2]] * 3
+
+
 def test_what_a_replay_refuses(tmp_path: Path, ordered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model, other iterators, a damaged file, no parameters: one sentence in the answer."""
     failed = Loop("GPU-bad", tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from rsup.worker.rerun.contract import Exit, RankDevice, RerunConfig, RerunError, RerunMode, RerunState
 from rsup.worker.rerun.data_iterator import RerunDataIterator
@@ -427,3 +428,98 @@ def test_another_ranks_state_is_refused() -> None:
     first.run()
     asked = first.checkpoint()["rerun"]
     assert "another rank's" in Loop().rerun.load_state_dict(asked | {"rank": 1})
+
+
+# ------------------------------------------------------------------------ loaders that draw from the process's own generators
+
+
+class Augmented(Loop):
+    """Each batch gets noise, in this process, from the generator that dropout uses."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.data = self.loader(0)
+
+    def loader(self, first: int) -> RerunDataIterator:
+        return RerunDataIterator(self.noisy(i) for i in range(first, 20))
+
+    def noisy(self, i: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((2, 4), float(i + 1)) / 10 + 0.1 * torch.randn(2, 4)}
+
+    def resume(self, checkpoint: dict[str, Any]) -> str:
+        said = super().resume(checkpoint)
+        self.data = self.loader(self.number)
+        return said
+
+
+class Shuffled(Augmented):
+    """An epoch takes three iterations, and a loader that shuffles takes a seed where one begins: at iterations 1 and 4."""
+
+    def loader(self, first: int) -> RerunDataIterator:
+        def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"x": torch.stack(rows)}
+
+        def epochs() -> Iterator[dict[str, torch.Tensor]]:
+            while True:
+                yield from DataLoader(torch.rand(6, 4), batch_size=2, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+
+        return RerunDataIterator(epochs())
+
+
+@pytest.mark.parametrize("kind", [Augmented, Shuffled])
+def test_a_fault_leaves_no_trace_where_the_loader_draws_too(kind: type[Augmented]) -> None:
+    plain = kind()
+    assert plain.run() == 0
+    rng = torch.get_rng_state()
+    for iteration in (1, 4, 5):
+        loop = kind(once(iteration))
+        assert loop.run() == 0 and loop.passes == 7
+        assert loop.weights() == plain.weights() and torch.equal(torch.get_rng_state(), rng)
+
+
+@pytest.mark.parametrize("kind", [Augmented, Shuffled])
+@pytest.mark.parametrize("mode", ["persistent", "application"])
+def test_a_device_is_told_from_the_data_where_the_loader_draws_too(kind: type[Augmented], mode: str, tmp_path: Path) -> None:
+    """The replay from the checkpoint draws the same dropout: values that had been healthy come out the same."""
+    plain = kind()
+    plain.run(4)
+    rng = torch.get_rng_state()
+
+    def corrupt(loss: torch.Tensor, loop: Loop) -> torch.Tensor:
+        loop.rerun.validate_result(loss, math.isnan, "another value, which is healthy")
+        strikes = loop.number == 4 and (mode == "application" or loop.device == "GPU-a")
+        return loss * NAN if strikes else loss
+
+    first = kind(corrupt, folder=tmp_path)
+    assert first.run() == 4 and first.exit == Exit(True, True, 16)
+    asked = first.checkpoint()
+    second = kind(corrupt, device="GPU-b", folder=tmp_path)
+    second.resume(asked)
+    second.run(4)
+    report = second.rerun.last_report
+    assert report is not None and report.verdict == mode, report
+    if mode == "persistent":
+        assert second.weights() == plain.weights() and torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_loader_that_is_placed_by_the_loop_draws_nothing_while_it_is_moved_on(tmp_path: Path) -> None:
+    plain = Augmented()
+    plain.run()
+    first = Augmented(on_device("GPU-a", 4), folder=tmp_path)
+    first.run()
+    second = Augmented(on_device("GPU-a", 4), device="GPU-b", folder=tmp_path)
+    second.resume(first.checkpoint())
+    assert second.run() == 0 and second.weights() == plain.weights()
+
+
+def test_a_checkpoint_of_a_release_that_kept_no_draws_is_read() -> None:
+    first = Augmented(on_device("GPU-a", 4))
+    first.run()
+    asked = first.checkpoint()
+    for state in asked["rerun"]["pending"]["iterators"]:
+        assert [sorted(batch) for batch in state["batches"]] == [["batch", "rng"]]
+        for batch in state["batches"]:
+            del batch["rng"]
+    second = Augmented(on_device("GPU-a", 4), device="GPU-b")
+    second.resume(asked)
+    assert second.run() == 0 and second.number == 6

@@ -12,6 +12,6 @@ def test_four_ranks_find_whose_fault_it_is(runs) -> None:
     assert codes == [0] * 4, "\n".join(run.text(rank)[-3000:] for rank in range(4))
     names = [node.name for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, ast.FunctionDef)]
     expected = [f"holds: {name}" for name in names if name.startswith("check_")]
-    assert len(expected) == 9
+    assert len(expected) == 10
     for rank in range(4):
         assert [line for line in run.text(rank).splitlines() if line.startswith("holds: ")] == expected

@@ -33,8 +33,9 @@ from rsup.worker.inprocess.settings import InProcessSettings
 from rsup.worker.inprocess.timings import RestartTimings
 from rsup.worker.inprocess.wrapping import _Run
 from rsup.worker.reference import graph_training
-from rsup.worker.reference.command_line import STILL_TO_COME, make_parser, parse_options
+from rsup.worker.reference.command_line import make_parser, parse_options
 from rsup.worker.reference.hooks import make_sections
+from rsup.worker.reference.later_options import STILL_TO_COME
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import joined
 from rsup.worker.reference.trainer import Trainer
@@ -418,7 +419,7 @@ def wrapper_of(*arguments: str) -> tuple[dict[str, Any], InProcessSettings]:
     run._attempt_store, run._store = AttemptStore("127.0.0.1", 1), JobStore("127.0.0.1", 1)
     run._timings = RestartTimings()
     run._groups = OldGroups(run._timings)
-    run._leftovers = Leftovers(run._store, print, lambda *_: None)
+    run._leftovers = Leftovers(run._store, print, lambda *_: None, settings.hard_timeout)
     made: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvidia_resiliency_ext.inprocess, "Wrapper", lambda **parts: made.update(parts))

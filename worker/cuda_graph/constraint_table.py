@@ -14,8 +14,9 @@ from rsup.worker.cuda_graph.live_constraints import DDP_WARMUP_STEPS
 
 @dataclass(frozen=True)
 class Constraint:
-    """One row of the table in docs/cuda_graph.md. `applies`: to which graph; `value`: shown behind the option; `in_code`: what
-    else helps whoever writes the training loop; `cause`: rows that share one are told in one line, with that as the reason."""
+    """One row of the table in docs/cuda_graph.md. `applies`: to which graph; `value`: shown behind the option; `or_else`:
+    another remedy; `in_code`: one for whoever writes the training loop; `cause`: rows that share one, and `or_else`, are told
+    in one line, with that as the reason."""
 
     option: str
     why: str
@@ -23,13 +24,14 @@ class Constraint:
     is_violated: Callable[[GraphFacts], bool]
     value: Callable[[GraphFacts], object] = lambda facts: ""
     applies: Callable[[GraphFacts], bool] = lambda facts: facts.captures_step
+    or_else: str = ""
     in_code: str = ""
     cause: str = ""
 
     @property
     def remedies(self) -> str:
         """All of them, also those that take code."""
-        return ", or ".join(filter(None, (self.remedy, self.in_code)))
+        return ", or ".join(filter(None, (self.remedy, self.or_else, self.in_code)))
 
     def shown(self, facts: GraphFacts) -> str:
         """The option with its value, and whether that is only a default."""
@@ -41,12 +43,9 @@ def line_of(rules: Sequence[Constraint], facts: GraphFacts) -> str:
     """What an error says of one violated row, or of several of the same cause: one line."""
     names = " and ".join(rule.shown(facts) for rule in rules)
     verb, why = ("does", rules[0].why) if len(rules) == 1 else ("do", rules[0].cause)
-    remedies = [" and ".join(dict.fromkeys(rule.remedy for rule in rules))]
-    if facts.in_own_code:
-        remedies += dict.fromkeys(rule.in_code for rule in rules if rule.in_code)
-    elif rules[0].cause == _RECOMPUTED:
-        remedies.append("leave out --recompute-granularity")
-    return f"{names} {verb} not go with a CUDA graph: {why}; {', or '.join(remedies)}"
+    together = " and ".join(rule.remedy for rule in rules).replace(" and use ", " and ")
+    remedies = (together, rules[0].or_else, rules[0].in_code if facts.in_own_code else "")
+    return f"{names} {verb} not go with a CUDA graph: {why}; {', or '.join(filter(None, remedies))}"
 
 
 def _optimizer(facts: GraphFacts) -> bool:
@@ -134,6 +133,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "use --attention-dropout 0",
         lambda f: f.attention_dropout != 0 and _is_recomputed(f, "core_attn"),
         lambda f: f.attention_dropout,
+        or_else="leave out --recompute-granularity",
         in_code=_SET_BACK,
         cause=_RECOMPUTED,
     ),
@@ -143,6 +143,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "use --hidden-dropout 0",
         lambda f: f.hidden_dropout != 0 and _is_recomputed(f, "mlp", "moe"),
         lambda f: f.hidden_dropout,
+        or_else="leave out --recompute-granularity",
         in_code=_SET_BACK,
         cause=_RECOMPUTED,
     ),
@@ -152,6 +153,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "leave out --moe-input-jitter-eps",
         lambda f: bool(f.moe_input_jitter_eps) and _is_recomputed(f, "moe"),
         lambda f: f.moe_input_jitter_eps,
+        or_else="leave out --recompute-granularity",
         in_code=_SET_BACK,
         cause=_RECOMPUTED,
     ),
@@ -216,7 +218,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "--timing-log-level",
-        "timers inside of the step wait for the device, which no capture allows, and after the capture they would not run at all",
+        "timers in the step wait for the device, which no capture allows, and after the capture they would not run at all",
         "use --timing-log-level 0",
         lambda f: f.timing_log_level >= 1,
         lambda f: f.timing_log_level,

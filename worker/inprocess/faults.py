@@ -1,8 +1,10 @@
 """What a rank tells about the fault that ended its entry into the training function."""
 
 import errno
+import os
 import re
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ LOST_CONNECTION = (
     "remote process exited",
     "nccl communicator was aborted",
     "socketpollconnect",
+    "connection was likely closed",  # by whoever served the store of an entry that is over
 )
 PASSING_ERRORS = (
     errno.EAGAIN,
@@ -44,6 +47,10 @@ _WAITS_BY_NAME = re.compile(
     r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|synchronize|wait|item|tolist|cpu)\("
 )
 INNERMOST_FRAMES = 6
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PYTHONS = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen ")
+_LIBRARIES = re.compile(r"/(site|dist)-packages/|/torch/")
+_RESTARTS = re.compile(r"/nvidia_resiliency_ext/inprocess/")
 
 
 def describe(error: BaseException, entry: int, iteration: int) -> wire.RankFault:
@@ -127,17 +134,43 @@ class Stand:
 
     @property
     def waits(self) -> bool:
-        """Whether ranks wait for each other there: in torch's communication, a backward pass, or for a result of the GPU."""
+        """Whether ranks wait for each other there: in torch's communication, a backward pass, or for a result of the GPU; or
+        before the training function is entered."""
         inner = self.frames[:INNERMOST_FRAMES]
-        if any(_WAITS_IN_TORCH.search(frame.filename) for frame in inner):
+        if self.joins or any(_WAITS_IN_TORCH.search(frame.filename) for frame in inner):
             return True
-        return bool(inner) and bool(_WAITS_BY_NAME.search(inner[0].line or "") or _WAITS_BY_NAME.search(f"{inner[0].name}("))
+        if not inner or inner[0].filename.startswith(_PYTHONS):  # for a thread or a queue of the rank's own
+            return False
+        return bool(_WAITS_BY_NAME.search(inner[0].line or "") or _WAITS_BY_NAME.search(f"{inner[0].name}("))
 
     @property
     def where(self) -> str:
-        """The innermost frame that is not torch's."""
-        own = [frame for frame in self.frames if "/torch/" not in frame.filename] or list(self.frames)
-        return f"{own[0].name} ({own[0].filename.rpartition('/')[2]}:{own[0].lineno})" if own else "an unknown place"
+        """The innermost frame of the user's script; where there is none, of the library that it calls."""
+        own = self._in_function
+        users = [frame for frame in own if not _LIBRARIES.search(frame.filename) and not frame.filename.startswith(_PYTHONS)]
+        libraries = [frame for frame in own if "/torch/" not in frame.filename]
+        for frame in (*users, *libraries, *own):
+            return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+        return "an unknown place"
+
+    @property
+    def joins(self) -> bool:
+        """Whether the thread is not in the training function, but in a step of a restart."""
+        return bool(self.frames) and not self._in_function
+
+    @property
+    def _in_function(self) -> list[traceback.FrameSummary]:
+        """The frames of the training function and of what it has called."""
+        found = []
+        for frame in self.frames:
+            is_ours = frame.filename.startswith(_OURS)
+            if _RESTARTS.search(frame.filename):
+                return []
+            if is_ours and frame.name == "_enter":  # what is further out has called the function
+                break
+            if not is_ours:
+                found.append(frame)
+        return found
 
     @property
     def story(self) -> str:
@@ -155,6 +188,8 @@ def soft_timeout(stand: Stand, entry: int, iteration: int, limit_s: float) -> wi
     """The report of a rank that was interrupted since no rank, or not this one, had made progress for so long."""
     limit = f"no progress for {limit_s:g} s ({wire.SOFT_LIMIT}, --inprocess-soft-timeout)"
     where = f"it waits for other ranks in {stand.where}" if stand.waits else f"it stands in {stand.where}"
+    if stand.joins:
+        where = "it waits for the other ranks' restart"
     text = wire.clip(f"{limit}; {where}", 1000)
     return wire.RankFault(entry, "soft-timeout", text, stand.story, "soft-timeout", iteration, stand.waits)
 

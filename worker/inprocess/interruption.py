@@ -35,10 +35,11 @@ class Interruption:
 
     def begin(self) -> None:
         """NVRx's monitor thread knows of a fault."""
+        self._sent_s = 0.0
         self._begun_s = time.monotonic()
 
     def sent(self) -> None:
-        """It is about to raise the interruption in the training thread."""
+        """It has raised the interruption in the training thread, which was in Python's code then."""
         self._sent_s = time.monotonic()
 
     def is_cause_of(self, error: BaseException) -> bool:
@@ -46,12 +47,42 @@ class Interruption:
         return any(isinstance(one, self.kind) for one in causes(error))
 
     def was_swallowed(self) -> bool:
-        """Whether it was raised, and went no further. One that is still on its way is raised in here."""
+        """Whether it was raised, and went no further. One that is still on its way is raised in here.
+
+        NVRx raises none before the training thread is back in Python: a rank that stood in a collective for long, and was freed
+        by the end of another, comes here first.
+        """
         if not self._begun_s:
             return False
-        while time.monotonic() < (self._sent_s + DELIVERED_WITHIN_S if self._sent_s else self._begun_s + SENT_WITHIN_S):
+        end_s = time.monotonic() + SENT_WITHIN_S
+        while not self._sent_s:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(LOOK_EVERY_S)
+        while time.monotonic() < self._sent_s + DELIVERED_WITHIN_S:
             time.sleep(LOOK_EVERY_S)
         return True
+
+
+_watched: Interruption | None = None
+
+
+def watch(interruption: Interruption) -> None:
+    """Tell `interruption` when NVRx raises it, from now on. Without NVRx's `async_raise` nobody is accused of anything."""
+    global _watched
+    from nvidia_resiliency_ext.inprocess import monitor_thread
+
+    send = getattr(monitor_thread, "async_raise", None)
+    if _watched is None and callable(send):
+
+        def send_and_tell(*arguments: Any, **named: Any) -> Any:
+            result = send(*arguments, **named)
+            if _watched is not None:
+                _watched.sent()
+            return result
+
+        monitor_thread.async_raise = send_and_tell
+    _watched = interruption
 
 
 def name_of(function: Callable[..., Any]) -> str:

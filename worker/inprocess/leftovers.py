@@ -11,16 +11,21 @@ from typing import Any
 from rsup.worker.inprocess.groups import KeptGroup
 from rsup.worker.inprocess.job_store import JobStore
 
-OTHERS_LEAVE_WITHIN_S = 5.0
+LONGEST_WAIT_S = 5.0
+PART_OF_HARD_LIMIT = 4
 LOOK_EVERY_S = 0.05
 LEFT = "rsup_left"
 
 
 class Leftovers:
-    """Of one process. `say` is given a line for people, `end` why the process has to end, and does not return."""
+    """Of one process. `say` is given a line for people, `end` why the process has to end, and does not return.
 
-    def __init__(self, store: JobStore, say: Callable[[str], None], end: Callable[[str], object]) -> None:
+    `hard_limit_s`: after which NVRx kills a rank that waits in vain. The one that holds it up has to end long before.
+    """
+
+    def __init__(self, store: JobStore, say: Callable[[str], None], end: Callable[[str], object], hard_limit_s: float) -> None:
         self._store = store
+        self._within_s = min(LONGEST_WAIT_S, hard_limit_s / PART_OF_HARD_LIMIT)
         self._say = say
         self._end = end
         self._said: set[str] = set()
@@ -47,8 +52,8 @@ class Leftovers:
             self._say(f"{what}, with its memory and connections: let go of it in current_entry().at_restart(...)")
 
     def _missing(self, state: Any) -> list[int]:
-        """Ranks that have not left the entry, some seconds after this one."""
-        store, end_s = self._store.of_iteration(state.iteration), time.monotonic() + OTHERS_LEAVE_WITHIN_S
+        """Ranks that have not left the entry, some time after this one."""
+        store, end_s = self._store.of_iteration(state.iteration), time.monotonic() + self._within_s
         while True:
             gone = store.get_terminated_ranks() | {int(rank) for rank in store.get_packed(LEFT, ",") if rank}
             missing = sorted(set(range(state.world_size)) - gone)

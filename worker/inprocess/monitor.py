@@ -33,15 +33,17 @@ class HardLimit:
         """Whether the training thread, which shows no progress, only waits for other ranks. Seen in the monitor process too."""
         self._shared[0] = int(waits)
 
-    def begins_anew(self, interval_s: float, left_s: float) -> None:
+    def begins_anew(self, interval_s: float, left_s: float, more_s: float = 0.0) -> None:
         """In NVRx's monitor thread: the training thread waits for other ranks, and the limit counts anew for it. The rank that
         is waited for is then the only one to be killed; its death frees this one. `interval_s`: of the signs of progress, of
-        which an old one may still be under way; `left_s`: until the limit."""
+        which an old one may still be under way; `left_s`: until the limit; `more_s`: how much longer than others'."""
         watchdog = getattr(threading.current_thread(), "progress_watchdog", None)
         if watchdog is not None:
-            timer = threading.Timer(min(2 * interval_s, left_s / 2), lambda: self._shared[0] and watchdog.reset())
-            timer.daemon = True
-            timer.start()
+            first_s = min(2 * interval_s, left_s / 2)
+            for after_s in {first_s, first_s + more_s}:
+                timer = threading.Timer(after_s, lambda: self._shared[0] and watchdog.reset())
+                timer.daemon = True
+                timer.start()
 
     def say(self) -> None:
         """In the monitor process: the rank is about to be killed."""

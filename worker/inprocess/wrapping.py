@@ -12,11 +12,15 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import rsup.worker
 from rsup.supervisor import wire
 from rsup.worker.inprocess import entry, entry_store, faults, preconditions
-from rsup.worker.inprocess.interruption import Interruption, name_of
+from rsup.worker.inprocess.interruption import Interruption, name_of, watch
 from rsup.worker.inprocess.nvrx_log import quiet_nvrx
 from rsup.worker.inprocess.settings import InProcessSettings, check_settings
 from rsup.worker.inprocess.timings import RestartTimings
+from rsup.worker.inprocess.torch_log import only_errors
 from rsup.worker.session import Session
+
+ENDS_WITHIN_S = 2.0
+"""A killed process, as others see it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,12 +96,13 @@ class _Run:
 
         self._hurry = hurry
         self._interruption = Interruption(RankShouldRestart)
+        watch(self._interruption)
         self._timings = RestartTimings()
         self._groups = OldGroups(self._timings)
         self._store = JobStore(self._attempt_store.host, self._attempt_store.port, joining=bool(self._death))
         self._peers = Peers(self._store, self._world_size, settings, self._warn)
         self._hard_limit = HardLimit(session.send_from_fork, settings.hard_timeout)
-        self._leftovers = Leftovers(self._store, self._say, self._end_now)
+        self._leftovers = Leftovers(self._store, self._say, self._end_now, settings.hard_timeout)
         session.peers_failed = self._peers.hear
 
     def call(self, function: Callable[[], R]) -> R | None:
@@ -105,11 +110,16 @@ class _Run:
         from nvidia_resiliency_ext.inprocess.exception import RestartAbort
 
         def guarded() -> R:  # without parameters: NVRx would put itself in the place of any that is annotated generously
-            return self._enter(function)
+            try:
+                return self._enter(function)
+            except BaseException as error:  # an interruption may have come while another error was being told
+                faults.drop_frames(error)
+                raise
 
         preconditions.import_early()
         gc.freeze()  # what was imported is no garbage: a restart's collection then takes milliseconds
         quiet_nvrx()
+        only_errors()
         try:
             result: R | None = self._wrapper()(guarded)()
         except RestartAbort as error:
@@ -173,6 +183,8 @@ class _Run:
     # ----------------------------------------------------------------------------------------- called in an entry's course
 
     def _begin(self, state: Any) -> None:
+        from rsup.worker.inprocess.newcomers import meet_newcomers
+
         number = state.iteration + 1
         self._timings.mark("next iteration of NVRx")
         self._peers.iteration = state.iteration
@@ -183,6 +195,9 @@ class _Run:
             print(self._lost_peer, file=sys.stderr, flush=True)
         self._lost_peer, self._was_hang = "", False
         self._hurry(False)
+        if not self._settings.reserves(self._world_size):  # else they take dead ranks' places
+            meet_newcomers(self._store, state)
+            self._timings.mark("new processes")
         self._attempt_store.use_store_of(number)
         if self._peers.is_over():
             raise EntryOver(f"another rank has ended entry {number} before this one was in it")  # NVRx goes on to the next
@@ -267,12 +282,9 @@ class _Run:
 
     def _tell_interrupted(self) -> None:
         """In the same thread, while NCCL's communicators are being aborted."""
-        try:
-            self._attempt_store.entry_over(self._number)
-            if not self._own_fault and self._peers.timed_out(self._rank):
-                self._tell_of_hang(self._stand)
-        finally:
-            self._interruption.sent()
+        self._attempt_store.entry_over(self._number)
+        if not self._own_fault and self._peers.timed_out(self._rank):
+            self._tell_of_hang(self._stand)
 
     def _tell_of_hang(self, stand: faults.Stand) -> None:
         self._was_hang = True
@@ -280,7 +292,10 @@ class _Run:
         settings = self._settings
         faults.report(faults.soft_timeout(stand, self._number, self._session.iteration, settings.soft_timeout))
         if stand.waits:
-            self._hard_limit.begins_anew(settings.progress_watchdog_interval, settings.hard_timeout - settings.soft_timeout)
+            # where all wait for each other, which gloo cannot be freed from, the end of one frees the others
+            more_s = 0.0 if self._rank == self._world_size - 1 else settings.termination_grace_time + ENDS_WITHIN_S
+            left_s = settings.hard_timeout - settings.soft_timeout
+            self._hard_limit.begins_anew(settings.progress_watchdog_interval, left_s, more_s)
 
     def _left(self, state: Any) -> None:
         self._interruption.reset()

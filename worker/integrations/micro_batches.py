@@ -14,8 +14,9 @@ import rsup.worker
 from rsup.worker.device import this_device
 from rsup.worker.rerun.agreement import Agreement
 from rsup.worker.rerun.batches import is_same_batch
-from rsup.worker.rerun.contract import RerunConfig
+from rsup.worker.rerun.contract import Drawn, RerunConfig
 from rsup.worker.rerun.data_iterator import RerunDataIterator
+from rsup.worker.rerun.default_generators import DrawWatch
 from rsup.worker.rerun.state_machine import RerunStateMachine
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -52,6 +53,8 @@ class MicroBatches:
         self._runs: list[Run] = []
         self._kept: list[Any] = []
         self._pending_rng: bytes = b""
+        self._between: DrawWatch | None = None
+        """What is drawn between two micro-batches of an iteration: the framework draws them itself."""
 
     def run(self, batch: Any, iteration: int, is_last: bool, run: Run, zero_grad: Callable[[], object], no_sync: NoSync) -> Any:
         """Run a micro-batch of `iteration` (1-based); with the last one also what replays the machine asks for. Collective.
@@ -63,8 +66,10 @@ class MicroBatches:
         if not self._runs:
             self._begin(iteration)
         if not self._is_kept(batch):
-            self._handed.append(batch)
+            states = self._between.changed() if self._between is not None else b""
+            self._handed.append(Drawn(batch, states) if states else batch)
         result = self._run(run)
+        self._between = DrawWatch() if self._data.keeps_batches and not is_last else None
         self._runs.append(run)
         if is_last:
             while self.machine.should_run_forward_backward(self._data, iteration):
@@ -88,7 +93,7 @@ class MicroBatches:
         self._kept = []
         if not self.machine.should_run_forward_backward(self._data, iteration):
             self._leave_if_asked()
-        self._kept = self._data.lend()  # of a replay from a checkpoint; else nothing has been taken yet
+        self._kept = self._data.not_consumed()  # of a replay from a checkpoint; else nothing has been taken yet
 
     def _is_kept(self, batch: Any) -> bool:
         """Whether a framework that resumes hands in what the replay takes from the checkpoint; else it is further on in its

@@ -6,7 +6,7 @@ Imports no torch, so that wrong usage is answered at once: one line, exit code 2
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, NoReturn
 
 from rsup.supervisor.wire import UsageError
@@ -18,16 +18,8 @@ from rsup.worker.inprocess.settings import InProcessSettings, check_settings
 from rsup.worker.local_checkpoint_plan import check_replication
 from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.phases import current_phase
+from rsup.worker.reference.later_options import take_later_options
 from rsup.worker.reference.options import Options
-
-_STILL_TO_COME = """
-    --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
-    --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
-    --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
-    --cuda-graph-modules --cpu-offloading --moe-expert-rank-capacity-factor --moe-input-jitter-eps
-"""
-STILL_TO_COME = frozenset(_STILL_TO_COME.split())
-"""Options that the trainer will have; today they are refused rather than taken without effect."""
 
 LAUNCHER_PREFIX = "--ft-param-"
 
@@ -80,22 +72,32 @@ def _fault(text: str) -> Fault | NumericFault:
 def parse_options(arguments: Sequence[str], world_size: int | None = None) -> Options:
     """The options of a command line. Raises `UsageError` with one line; `world_size` defaults to `WORLD_SIZE`, else 1."""
     for argument in arguments:
-        _refuse(argument.partition("=")[0])
-    values = vars(make_parser().parse_args(arguments))
+        name = argument.partition("=")[0]
+        if name.replace("_", "-").startswith(LAUNCHER_PREFIX):
+            raise UsageError(f"{name} is an option of rsup launch: give it before the script")
+    later, others = take_later_options(arguments)
+    values = vars(make_parser().parse_args(others))
     values["fault"] = tuple(values["fault"] or ())
     values["world_size"] = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     if not values["global_batch_size"]:
         values["global_batch_size"] = values["micro_batch_size"] * values["world_size"]
     options = Options(**values)
+    if later is not None:
+        _check_graph(options, later.facts)
+        raise UsageError(later.refusal)
     _check(options)
     return options
 
 
-def _refuse(name: str) -> None:
-    if name in STILL_TO_COME:
-        raise UsageError(f"{name} is not available yet")
-    if name.replace("_", "-").startswith(LAUNCHER_PREFIX):
-        raise UsageError(f"{name} is an option of rsup launch: give it before the script")
+def doubts(options: Options) -> list[str]:
+    """Sentences about what can be done, but may not be what was meant."""
+    found = []
+    if options.is_graphed and options.train_iters <= options.cuda_graph_warmup_steps:
+        found.append(
+            f"no iteration is run as a graph: --cuda-graph-warmup-steps {options.cuda_graph_warmup_steps} come before the"
+            f" first, and --train-iters is {options.train_iters}"
+        )
+    return found
 
 
 def _check(options: Options) -> None:
@@ -159,8 +161,12 @@ def _check_computation(options: Options) -> None:
         raise UsageError(f"--num-layers {options.num_layers} is not divisible by --num-model-chunks {options.num_model_chunks}")
     if options.fine_grained_offloading_max_inflight_offloads is not None and not options.activation_offload:
         raise UsageError("--fine-grained-offloading-max-inflight-offloads needs --activation-offload")
+    _check_graph(options, {})
+
+
+def _check_graph(options: Options, more_facts: dict[str, Any]) -> None:
     try:
-        check_constraints(options.graph_facts)
+        check_constraints(replace(options.graph_facts, **more_facts))
     except ConstraintError as error:
         raise UsageError(str(error)) from None
 

@@ -70,6 +70,13 @@ def _signal(text: str) -> str:
     return name
 
 
+def _graph_impl(text: str) -> str:
+    """Also those of Megatron-LM that rsup has not: `cuda_graph.constraints` says why, and what to use."""
+    if text not in ("none", "full_iteration", "local", "transformer_engine"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor full_iteration")
+    return text
+
+
 for _kind, _name in ((_whole, "count"), (_not_negative, "count"), (_rate, "number"), (_probability, "probability")):
     _kind.__name__ = _name  # argparse says "invalid count value: 'x'"
 _iterations.__name__ = "list of iterations"
@@ -103,7 +110,7 @@ class Options:
     )
 
     cuda_graph_impl: str = _flag(
-        "none", "compute an iteration kernel by kernel, or replay it as a graph", str, choices=("none", "full_iteration")
+        "none", "compute an iteration kernel by kernel (none), or replay it as a graph (full_iteration)", _graph_impl
     )
     optimizer_cuda_graph: bool = _flag(False, "replay the optimizer's step as a graph too")
     cuda_graph_warmup_steps: int = _flag(3, "iterations before the one in which a graph is captured", _not_negative)
@@ -248,7 +255,15 @@ class Options:
         names = [fact.name for fact in fields(GraphFacts)]
         known: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         known |= facts_of_environment(os.environ)
-        return GraphFacts(**known, state_moves=self.offload_optimizer_during_evaluation)
+        at_default = {
+            f"--{name.replace('_', '-')}" for name in names if name in known and known[name] == getattr(Options, name, None)
+        }
+        return GraphFacts(
+            **known,
+            in_own_code=False,
+            at_default=frozenset(at_default),
+            state_moves=self.offload_optimizer_during_evaluation,
+        )
 
     @property
     def load_dir(self) -> Path | None:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rsup.worker
-from rsup.supervisor.wire import DECLARED_EXIT_CODES, RsupError, UsageError
+from rsup.supervisor.wire import DECLARABLE_EXIT_CODES, RsupError, UsageError
 from rsup.worker.checkpoint_directory import CheckpointDirectory, DirectoryTaken, StaleAttempt
 from rsup.worker.inprocess.entry import current_entry
-from rsup.worker.reference.command_line import parse_options
+from rsup.worker.inprocess.faults import may_pass
+from rsup.worker.reference.command_line import doubts, parse_options
 from rsup.worker.reference.hooks import Sections, make_sections
 from rsup.worker.reference.options import Options
 
@@ -29,13 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save_dir is not None:
         CheckpointDirectory(options.save_dir).make()
     rsup.worker.init()
+    if os.environ.get("RANK", "0") == "0":
+        for text in doubts(options):
+            print(f"warning: {text}", file=sys.stderr)
+            rsup.worker.note("warning", text)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not options.inprocess_restart:
         return _enter(given)
     from rsup.worker.inprocess import restartable
 
+    _import_all()
     exit_code = restartable(_enter, options.inprocess_settings)(given)
     return exit_code or 0  # of a rank in reserve: None
+
+
+def _import_all() -> None:
+    """What the function will need: an import in it can be interrupted, and a module that is half imported stays broken."""
+    import torch._dynamo  # by optimizers and DDP, when they are first made
+    import torch._inductor.config  # noqa: F401  # by torch.use_deterministic_algorithms
+
+    import rsup.worker.reference.trainer  # noqa: F401
 
 
 def _enter(arguments: Sequence[str]) -> int:
@@ -82,7 +96,7 @@ def run_as_program() -> NoReturn:
     except RsupError as error:
         exit_code = error.exit_code
         _print_one_line(error)
-        if exit_code in DECLARED_EXIT_CODES:
+        if exit_code in DECLARABLE_EXIT_CODES and not may_pass(error):
             rsup.worker.declare_exit(exit_code, str(error))
     except Exception as error:  # the outermost frame of the process
         exit_code = 1

@@ -157,9 +157,18 @@ class Judgement:
     """Of `undecided`: a replay on yet another device could."""
 
 
+class Drawn(NamedTuple):
+    """A batch whose source drew from the process's own generators while it made it. Playing it again sets them to `rng`: the
+    states after the draw of those that it changed."""
+
+    batch: Any
+    rng: bytes
+
+
 @dataclass(frozen=True)
 class Payload:
-    """A rank's iteration, to be computed elsewhere: batches by iterator (None: it has no such iterator), generators' states."""
+    """A rank's iteration, to be computed elsewhere: batches by iterator (None: it has no such iterator), generators' states
+    before the iteration. What a batch left in them when it was drawn is with the batch (`Drawn`)."""
 
     batches: list[list[Any] | None]
     rng: bytes

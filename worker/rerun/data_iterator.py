@@ -3,6 +3,9 @@
 What is kept is a copy made when a batch is drawn, before anybody can change it; the loop gets the loader's own object. A
 replay gets a fresh copy each time. The copy is made at once and not when first needed: a change in place by the loop, through
 a NumPy view, by `.data` or by a loader that reuses its memory cannot be seen afterwards. Its cost is one pass over the batch.
+
+Where the loader drew from the process's own generators meanwhile (a shuffle, augmentation), their states after that are kept
+with the batch, and are set whenever it is played: what is computed next draws the same as after the first draw.
 """
 
 from collections import deque
@@ -13,7 +16,14 @@ import torch
 
 from rsup.worker.rerun.batch_packing import pack_batch, unpack_batch
 from rsup.worker.rerun.batches import copy_batch
-from rsup.worker.rerun.contract import RerunError
+from rsup.worker.rerun.contract import Drawn, RerunError
+from rsup.worker.rerun.default_generators import (
+    DrawWatch,
+    cuda_device_in_use,
+    default_states,
+    set_changed,
+    set_default_states,
+)
 
 _FORMAT = 1
 _STATE_METHODS = (
@@ -34,8 +44,9 @@ class RerunDataIterator:
     """An iterator over `source` that can replay what was taken since the last `advance()`.
 
     `source`: an iterator (used as it is), or an iterable, whose iterator is made at the first `next` and anew by `iter()` once
-    it has ended. `follows_progress`: what the source gives next follows from the loop's own counters (of samples, say), so
-    that it need not be moved on after a replay from a checkpoint.
+    it has ended. One that has drawn from generators outside of its `next` gives `Drawn`. `follows_progress`: what the source
+    gives next follows from the loop's own counters (of samples, say), so that it need not be moved on after a replay from a
+    checkpoint.
 
     Where the source ends in the middle of an iteration, `StopIteration` reaches the loop, in each replay at the same place.
     """
@@ -69,15 +80,18 @@ class RerunDataIterator:
             return self._replay()
         if self._again:
             return self._hand_out_again()
+        watch = DrawWatch() if self.keeps_batches else None
         try:
-            batch = self._fetch()
+            fetched = self._fetch()
         except StopIteration:
             self._has_run_out = True
-            if self.keeps_batches:
-                self._kept.append(_END)
+            if watch is not None:
+                self._kept.append(_with_states(_END, watch.changed()))
             raise
-        if self.keeps_batches:
-            self._kept.append(copy_batch(batch))
+        batch = _batch_of(fetched)
+        if watch is not None:
+            states = fetched.rng if type(fetched) is Drawn else watch.changed()
+            self._kept.append(_with_states(copy_batch(batch), states))
         return batch
 
     def advance(self, keeps_last: bool = False) -> None:
@@ -104,26 +118,34 @@ class RerunDataIterator:
         self._playing, self._position, self._is_borrowed = self._kept, 0, False
 
     def lend(self) -> list[Any]:
-        """This iteration's batches as they were drawn, for somebody else to compute: do not change them."""
-        return [batch for batch in self._kept if batch is not _END]
+        """This iteration's batches as they were drawn, for somebody else to `borrow`: do not change them. `Drawn`, where the
+        draw changed generators."""
+        return [kept for kept in self._kept if not _is_end(kept)]
+
+    def undo_advance(self) -> None:
+        """The iteration begun last was not begun after all: what it has drawn comes again, and the one before it, left with
+        `keeps_last`, is the current one again. Where nothing is kept, nothing can be given back."""
+        self._again.extendleft(reversed(self._kept))
+        self._kept, self._before = self._before, []
+        self._playing, self._is_borrowed = None, False
 
     def not_consumed(self) -> list[Any]:
         """What was drawn and belongs to this iteration or to later ones: do not change it."""
-        return self.lend() + [batch for batch in self._again if batch is not _END]
+        return [_batch_of(kept) for kept in (*self._kept, *self._again) if not _is_end(kept)]
 
     def borrow(self, batches: list[Any]) -> None:
-        """Play these batches until the next `rewind` or `advance`."""
+        """Play these batches, which another iterator lent, until the next `rewind` or `advance`."""
         self._playing, self._position, self._is_borrowed = list(batches), 0, True
 
     @property
     def num_taken(self) -> int:
         """Batches taken in this iteration."""
-        return sum(batch is not _END for batch in self._kept)
+        return sum(not _is_end(kept) for kept in self._kept)
 
     @property
     def has_ended(self) -> bool:
         """Whether the source ended within this iteration: nobody else can then compute its data, `lend` cannot say that."""
-        return any(batch is _END for batch in self._kept)
+        return any(map(_is_end, self._kept))
 
     def state_dict(self, with_batches: bool = True) -> dict[str, Any]:
         """Plain values and tensors for a checkpoint, loadable with `weights_only`: batches, position, the source's own state.
@@ -161,7 +183,7 @@ class RerunDataIterator:
         if "source" in state and self._load_source_state(state["source"]):
             self._num_to_skip = 0
         else:
-            num_again = sum(batch is not _END for batch in self._again)
+            num_again = sum(not _is_end(kept) for kept in self._again)
             self._num_to_skip = 0 if self._follows_progress else self.num_taken + num_again
 
     # ------------------------------------------------------------------------------------------------------ the replay
@@ -174,19 +196,15 @@ class RerunDataIterator:
                 f"a replay asks for batch {self._position + 1}, but the iteration took {len(self._playing)} ({whose} data): "
                 f"the loop must take the same batches each time it runs an iteration"
             )
-        batch = self._playing[self._position]
+        kept = self._playing[self._position]
         self._position += 1
-        if batch is _END:
-            raise StopIteration
-        return copy_batch(batch)
+        return _play(kept)
 
     def _hand_out_again(self) -> Any:
-        batch = self._again.popleft()
+        kept = self._again.popleft()
         if self.keeps_batches:
-            self._kept.append(batch)
-        if batch is _END:
-            raise StopIteration
-        return copy_batch(batch)
+            self._kept.append(kept)
+        return _play(kept)
 
     # ------------------------------------------------------------------------------------------------------ the source
 
@@ -198,7 +216,16 @@ class RerunDataIterator:
         return next(self._iterator)
 
     def _skip(self) -> None:
-        """Move a source that stands before the replayed batches past them; where it ends meanwhile, begin it anew."""
+        """Move a source that stands before the replayed batches past them. What it draws meanwhile has been drawn already."""
+        device = cuda_device_in_use()
+        states = default_states(device)
+        try:
+            self._pass_over()
+        finally:
+            set_default_states(states, device)
+
+    def _pass_over(self) -> None:
+        """Drop the batches to skip; where the source ends meanwhile, begin it anew."""
         skipped, self._num_to_skip = self._num_to_skip, 0
         while skipped:
             if self._iterator is None:
@@ -245,12 +272,37 @@ class RerunDataIterator:
         return False
 
 
-def _packed(batch: Any) -> dict[str, Any]:
-    return {"end": True} if batch is _END else {"batch": pack_batch(batch)}
+def _with_states(batch: Any, states: bytes) -> Any:
+    return Drawn(batch, states) if states else batch
 
 
-def _unpacked(kept: dict[str, Any], device: torch.device | None) -> Any:
-    return _END if "end" in kept else unpack_batch(kept["batch"], device)
+def _batch_of(kept: Any) -> Any:
+    return kept.batch if type(kept) is Drawn else kept
+
+
+def _is_end(kept: Any) -> bool:
+    return _batch_of(kept) is _END
+
+
+def _play(kept: Any) -> Any:
+    """A copy of the batch, with the generators as its draw left them."""
+    batch = _END if _is_end(kept) else copy_batch(_batch_of(kept))
+    if type(kept) is Drawn:
+        set_changed(kept.rng)
+    if batch is _END:
+        raise StopIteration
+    return batch
+
+
+def _packed(kept: Any) -> dict[str, Any]:
+    packed = {"end": True} if _is_end(kept) else {"batch": pack_batch(_batch_of(kept))}
+    return packed | {"rng": kept.rng} if type(kept) is Drawn else packed
+
+
+def _unpacked(packed: dict[str, Any], device: torch.device | None) -> Any:
+    """`packed` has no `rng` where the draw changed no generator, and in checkpoints of older releases."""
+    batch = _END if "end" in packed else unpack_batch(packed["batch"], device)
+    return _with_states(batch, packed.get("rng", b""))
 
 
 def as_iterators(data: Any) -> list[RerunDataIterator]:

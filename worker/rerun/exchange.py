@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from rsup.worker.rerun.contract import Payload, RerunError
+from rsup.worker.rerun.contract import Drawn, Payload, RerunError
 from rsup.worker.rerun.replica_axis import ReplicaAxis
 
 _T = TypeVar("_T")
@@ -43,7 +43,8 @@ def unpack(data: bytes, device: torch.device) -> Payload:
     """The payload that `pack` wrote; tensors that were on an accelerator come to `device`, the others to the CPU."""
     place = _placing_on(device)
     try:
-        content = torch.load(io.BytesIO(data), map_location=place, weights_only=True)
+        with torch.serialization.safe_globals([Drawn]):
+            content = torch.load(io.BytesIO(data), map_location=place, weights_only=True)
     except pickle.UnpicklingError:
         content = torch.load(io.BytesIO(data), map_location=place, weights_only=False)
     return Payload(content["batches"], content["rng"])

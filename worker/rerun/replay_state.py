@@ -6,10 +6,8 @@ value when it is captured and again when it is restored, so that one snapshot re
 live state never changes it. (A tracker that gets the snapshot's own dict back would change it at its next fork.)
 """
 
-import random
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +15,7 @@ import torch
 from rsup.worker.rerun.batch_packing import pack_batch, unpack_batch
 from rsup.worker.rerun.batches import copy_batch
 from rsup.worker.rerun.contract import RerunError
+from rsup.worker.rerun.default_generators import cuda_device_in_use, default_states, set_default_states
 from rsup.worker.rerun.rng_bytes import NamedStates, RngStates, rng_from_bytes, rng_to_bytes
 from rsup.worker.rerun.stateful_modules import WatchedModule, unregistered_by_kind
 
@@ -140,26 +139,14 @@ class ReplayState:
     # ---------------------------------------------------------------------------------------------- generators
 
     def _capture_rng(self) -> RngStates:
-        numpy = sys.modules.get("numpy")
-        device = self._cuda_device()
-        return RngStates(
-            python=random.getstate(),
-            numpy=None if numpy is None else numpy.random.get_state(legacy=False),
-            torch_cpu=torch.get_rng_state(),
-            cuda=None if device is None else torch.cuda.get_rng_state(device),
+        return replace(
+            default_states(self._cuda_device()),
             generators={name: generator.get_state().clone() for name, generator in self._generators.items()},
             trackers={name: _copy_states(name, get_states()) for name, (get_states, _) in self._trackers.items()},
         )
 
     def _restore_rng(self, states: RngStates) -> None:
-        random.setstate(states.python)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and states.numpy is not None:
-            numpy.random.set_state(states.numpy)  # copies it
-        torch.set_rng_state(states.torch_cpu)
-        device = self._cuda_device()
-        if device is not None and states.cuda is not None:
-            torch.cuda.set_rng_state(states.cuda, device)
+        set_default_states(states, self._cuda_device())
         for name, state in states.generators.items():
             self._known(self._generators, name).set_state(state.clone())
         for name, tracked in states.trackers.items():
@@ -168,7 +155,7 @@ class ReplayState:
     def _cuda_device(self) -> torch.device | None:
         if self._device is not None:
             return self._device if self._device.type == "cuda" else None
-        return torch.device("cuda", torch.cuda.current_device()) if _is_cuda_in_use() else None
+        return cuda_device_in_use()
 
     def _check_new(self, name: str) -> None:
         if name in self._registered or name in self._modules or name in self._generators or name in self._trackers:
@@ -179,10 +166,6 @@ class ReplayState:
         if name not in registry:
             raise RerunError(f"the replayable state {name!r} is not registered here: register the same on every rank and run")
         return registry[name]
-
-
-def _is_cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _copy_states(name: str, states: Mapping[str, Any]) -> NamedStates:

@@ -21,25 +21,24 @@ NamedStates = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RngStates:
-    """Copies of all states. Tensors are uint8, on the CPU."""
+    """Copies of all states, None for a generator that is not in use or not meant. Tensors are uint8, on the CPU."""
 
-    python: tuple[Any, ...]
+    python: tuple[Any, ...] | None
     numpy: dict[str, Any] | None
-    torch_cpu: torch.Tensor
+    torch_cpu: torch.Tensor | None
     cuda: torch.Tensor | None = None
     generators: NamedStates = field(default_factory=dict)
     trackers: dict[str, NamedStates] = field(default_factory=dict)
 
 
 def rng_to_bytes(states: RngStates) -> bytes:
-    """`states` as a byte string, 8 to 10 kB."""
-    version, words, gauss = states.python
+    """`states` as a byte string, 8 to 10 kB where it has all of them."""
     return msgspec.msgpack.encode(
         {
             "format": _FORMAT,
-            "python": [version, struct.pack(f"<{len(words)}Q", *words), gauss],
-            "numpy": _pack(states.numpy),
-            "torch": _tensor_bytes(states.torch_cpu),
+            "python": _python_plain(states.python),
+            "numpy": numpy_plain(states.numpy),
+            "torch": None if states.torch_cpu is None else _tensor_bytes(states.torch_cpu),
             "cuda": None if states.cuda is None else _tensor_bytes(states.cuda),
             "generators": {name: _tensor_bytes(state) for name, state in states.generators.items()},
             "trackers": {
@@ -55,11 +54,10 @@ def rng_from_bytes(data: bytes) -> RngStates:
         state = msgspec.msgpack.decode(data)
         if state["format"] != _FORMAT:
             raise ValueError(f"format {state['format']}")
-        version, words, gauss = state["python"]
         return RngStates(
-            python=(version, struct.unpack(f"<{len(words) // 8}Q", words), gauss),
+            python=_of_python_plain(state["python"]),
             numpy=_unpack(state["numpy"]),
-            torch_cpu=_tensor(state["torch"]),
+            torch_cpu=None if state["torch"] is None else _tensor(state["torch"]),
             cuda=None if state["cuda"] is None else _tensor(state["cuda"]),
             generators={name: _tensor(kept) for name, kept in state["generators"].items()},
             trackers={
@@ -72,6 +70,20 @@ def rng_from_bytes(data: bytes) -> RngStates:
         ) from None
 
 
+def _python_plain(state: tuple[Any, ...] | None) -> list[Any] | None:
+    if state is None:
+        return None
+    version, words, gauss = state
+    return [version, struct.pack(f"<{len(words)}Q", *words), gauss]
+
+
+def _of_python_plain(plain: list[Any] | None) -> tuple[Any, ...] | None:
+    if plain is None:
+        return None
+    version, words, gauss = plain
+    return version, struct.unpack(f"<{len(words) // 8}Q", words), gauss
+
+
 def _tensor_bytes(state: torch.Tensor) -> bytes:
     return bytes(state.detach().cpu().contiguous().numpy().tobytes())
 
@@ -80,10 +92,10 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _pack(value: Any) -> Any:
-    """NumPy's state: a dict of arrays, strings and integers, some of which have 128 bits."""
+def numpy_plain(value: Any) -> Any:
+    """NumPy's state, a dict of arrays, strings and integers (some of which have 128 bits), as plain values."""
     if isinstance(value, dict):
-        return {key: _pack(item) for key, item in value.items()}
+        return {key: numpy_plain(item) for key, item in value.items()}
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
     if isinstance(value, int) and abs(value) >= _MAX_INT:

@@ -227,10 +227,16 @@ class RerunStateMachine:
     def accept(self, iteration: int, losses: Sequence[float], norms: Mapping[str, float]) -> None:
         """Iteration `iteration` was judged on the device and found healthy on all ranks: learn its values. Not collective."""
         self._iteration.start(iteration, [])
-        for loss in losses:
-            _ask(self._parts.rules.of_loss("loss"), loss)
-        for message, norm in norms.items():
-            _ask(self._parts.rules.of_gradients(message), norm)
+        if self.config.mode is RerunMode.DISABLED:
+            for loss in losses:  # large values, which the device does not look at then, are warned of
+                self.validate_loss(torch.tensor(loss))
+            for message, norm in norms.items():
+                self.validate_gradient(message, norm)
+        else:
+            for loss in losses:
+                _ask(self._parts.rules.of_loss("loss"), loss)
+            for message, norm in norms.items():
+                _ask(self._parts.rules.of_gradients(message), norm)
         self._parts.finish()
 
     @property
