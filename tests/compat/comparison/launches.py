@@ -122,7 +122,9 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 PRELUDE = """import os, signal, subprocess, sys, threading, time
 rank, restart, world = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"))
-def say(name, text=""): open(name + ".new", "w").write(str(text)); os.rename(name + ".new", name)
+def say(name, text=""):  # a signal's handler may say the same in the midst of it
+    new = f"{name}.{time.monotonic_ns()}"
+    open(new, "w").write(str(text)); os.rename(new, name)
 def wait_for(name, within_s=60):
     end = time.monotonic() + within_s
     while not os.path.exists(name) and time.monotonic() < end: time.sleep(0.02)
