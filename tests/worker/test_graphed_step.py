@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rsup.worker.cuda_graph.contract import Batches
+from rsup.worker.cuda_graph.contract import Batches, GraphError
 from rsup.worker.cuda_graph.device_checks import DeviceChecks
 from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
 from rsup.worker.cuda_graph.gradient_groups import GradientGroups
@@ -45,6 +45,12 @@ def once(at: int, factor: float = math.nan) -> Strikes:
     return lambda iteration, number: factor if (iteration, number) == (at, 1) else 1.0
 
 
+def once_launched(at: int) -> Strikes:
+    """In the first launch of that iteration, which need not be its only one."""
+    left = [math.nan]
+    return lambda iteration, number: left.pop() if iteration == at and left else 1.0
+
+
 def always(at: int, factor: float = math.nan) -> Strikes:
     return lambda iteration, number: factor if iteration == at else 1.0
 
@@ -63,7 +69,7 @@ class Loop:
     ) -> None:
         torch.manual_seed(0)
         self.generator = generator
-        self.fails_at = 0
+        self.fails_at: tuple[int, int] | None = None
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)
         )
@@ -134,8 +140,8 @@ class Loop:
             self.decay.set(0.01 * iteration)
 
     def before_pass(self, iteration: int, number: int, batches: Batches) -> None:
-        if iteration == self.fails_at:
-            self.fails_at = 0
+        if (iteration, number) == self.fails_at:
+            self.fails_at = None
             raise OSError("the program has failed")
         self.passes.append((iteration, number))
         self.factor.fill_(self.strikes(iteration, number))
@@ -161,7 +167,7 @@ class Loop:
 
     def go_on(self, last: int) -> Exit:
         """As `run`, from where it stands."""
-        for iteration in range(self.done[-1] + 1, last + 1):
+        for iteration in range(max(self.done, default=0) + 1, last + 1):
             if self.note(self.step.run(iteration, 0.1 / iteration)).should_exit:
                 return self.exit
         return self.note(self.step.settle())
@@ -254,7 +260,7 @@ def test_the_end_of_the_data_comes_before_anything_of_the_iteration(undisturbed:
 def test_a_launch_that_fails_has_not_begun(undisturbed: Loop, strikes: Strikes) -> None:
     """The iteration before it is judged, and rerun, on its own data; the failed one then begins again with its own."""
     loop = Loop(strikes)
-    loop.fails_at = 6
+    loop.fails_at = (6, 1)
     with pytest.raises(OSError, match="has failed"):
         loop.run(8)
     assert loop.done == [1, 2, 3, 4]
@@ -266,6 +272,70 @@ def test_a_launch_that_fails_has_not_begun(undisturbed: Loop, strikes: Strikes) 
     assert loop.done == [1, 2, 3, 4, 5]
     assert not loop.go_on(8).should_exit
     assert loop.losses == undisturbed.losses and equal(loop.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize(("fails_at", "done"), [((5, 2), [1, 2, 3, 4]), ((1, 1), []), ((6, 1), [1, 2, 3, 4])])
+def test_a_loop_may_try_again_after_an_exception(
+    undisturbed: Loop, fails_at: tuple[int, int], done: list[int], settles: bool
+) -> None:
+    """In the rerun of a rejected iteration, in the first of a run, and in the launch behind a rejected one."""
+    loop = Loop(once(5))
+    loop.fails_at = fails_at
+    with pytest.raises(OSError, match="has failed"):
+        loop.run(8)
+    assert loop.done == done
+    if settles:
+        loop.note(loop.step.settle())
+        begin = max(loop.done, default=0) + 1
+    else:
+        begin = 6 if fails_at != (1, 1) else 1  # what the loop was at
+    for iteration in range(begin, 9):
+        assert not loop.note(loop.step.run(iteration, 0.1 / iteration)).should_exit
+    assert not loop.note(loop.step.settle()).should_exit
+    assert loop.done == undisturbed.done and loop.losses == undisturbed.losses
+    assert equal(loop.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize(("at", "strikes"), [(1, healthy), (6, healthy), (6, once(5)), (6, once_launched(6))])
+def test_an_update_that_fails(undisturbed: Loop, at: int, strikes: Strikes) -> None:
+    """Behind another iteration nothing has changed, and it may be tried again; in one that is run to its end nobody knows."""
+    loop = Loop(strikes)
+    update = loop.step._optimizer
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(update, name)
+
+        def step(self) -> Any:
+            loop.step._optimizer = update
+            raise OSError("the update has failed")
+
+    for iteration in range(1, at):
+        if iteration == 1:
+            torch.manual_seed(1)
+        loop.note(loop.step.run(iteration, 0.1 / iteration))
+    loop.step._optimizer = Failing()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="has failed"):
+        loop.step.run(at, 0.1 / at)
+    if at == 1:
+        with pytest.raises(GraphError, match=r"update of iteration 1 has failed .*OSError.*; go on from a checkpoint"):
+            loop.step.run(1, 0.1)
+        return
+    for iteration in range(at, 9):
+        loop.note(loop.step.run(iteration, 0.1 / iteration))
+    loop.note(loop.step.settle())
+    assert loop.done == undisturbed.done and equal(loop.state(), undisturbed.state())
+
+
+def test_an_audited_iteration_may_be_tried_again() -> None:
+    loop, same = (Loop(mode=RerunMode.REPORT_DETERMINISM_STATS) for _ in range(2))
+    loop.fails_at = (3, 2)
+    with pytest.raises(OSError, match="has failed"):
+        loop.run(5)
+    assert loop.done == [1, 2] and not loop.go_on(5).should_exit
+    same.run(5)
+    assert loop.losses == same.losses and equal(loop.state(), same.state())
 
 
 @pytest.mark.parametrize("length", [12, 13])

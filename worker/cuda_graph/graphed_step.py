@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rsup.worker.cuda_graph.contract import Batches, Code
+from rsup.worker.cuda_graph.contract import Batches, Code, GraphError
 from rsup.worker.cuda_graph.device_checks import DeviceChecks
 from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
 from rsup.worker.cuda_graph.late_reader import LateReader, Ticket
@@ -68,6 +68,16 @@ class _Launched:
     figures: Ticket
 
 
+@dataclass(frozen=True)
+class _Rejected:
+    """An iteration that has to be run again. `values`: what its checks found; data and state are as before it."""
+
+    iteration: int
+    lr: float
+    values: Sequence[float]
+    snapshot: Any
+
+
 class GraphedStep:
     """The iterations of one rank. All calls on the training thread; all collective.
 
@@ -111,9 +121,13 @@ class GraphedStep:
         """Loss and gradient norm of the step."""
         self._verdict_reader = LateReader(checks.result)
         self._figure_reader = LateReader(self._figures)
+        self._done: list[Settled] = []
         self._pending: _Launched | None = None
+        self._rejected: _Rejected | None = None
         self._is_undone = False
         """A launch has failed since the gate was known to be open."""
+        self._is_updating = False
+        self._broken = ""
         for number, generator in enumerate(graph.generators, start=1):
             rerun.replay_state.register_generator(f"generator {number} of the {graph.name} graph", generator)
         self._load_baselines()
@@ -126,70 +140,83 @@ class GraphedStep:
         An exception (the data end, inputs that the graph refuses) passes through; `iteration` has then not begun, its data come
         again, and the one before it waits for `settle`. Where only some ranks raise, the others wait in their collectives."""
         with self._around():
-            if self._rerun.may_run_ahead:
-                return self._run_ahead(iteration, lr)
-            before = self._settle()
-            if before.exit.should_exit:
-                return before
-            now = self._run_to_end(iteration, lr)
-            return StepReport(now.exit, before.settled + now.settled)
+            return self._report(self._run(iteration, lr))
 
     def settle(self) -> StepReport:
         """Wait for what was launched, rerun it where it is rejected: afterwards parameters are those of whole iterations."""
         with self._around():
-            return self._settle()
+            return self._report(self._settle())
 
     def skip(self, iteration: int) -> StepReport:
         """Take an iteration's data and compute nothing."""
-        report = self.settle()
-        if report.exit.should_exit:
-            return report
-        self._rerun.drop_pending(iteration)
-        self._data.advance()
-        self._take_batches()
-        return StepReport(GO_ON, (*report.settled, Settled(iteration, skipped=True)))
+        with self._around():
+            leave = self._settle()
+            if not leave.should_exit:
+                self._rerun.drop_pending(iteration)
+                self._data.advance()
+                self._take_batches()
+                self._done.append(Settled(iteration, skipped=True))
+            return self._report(leave)
+
+    def _report(self, leave: Exit) -> StepReport:
+        """What was settled since the last report; an exception may have come between."""
+        done, self._done = tuple(self._done), []
+        return StepReport(leave, done)
+
+    def _run(self, iteration: int, lr: float) -> Exit:
+        if self._is_undone or self._broken or self._rejected is not None or not self._rerun.may_run_ahead:
+            leave = self._settle()
+            if leave.should_exit:
+                return leave
+        return self._run_ahead(iteration, lr) if self._rerun.may_run_ahead else self._run_to_end(iteration, lr)
 
     def reset(self) -> None:
         """Forget what was launched and give up the graphs: the process groups, or the parameters, are about to go."""
-        self._pending = None
+        self._pending = self._rejected = None
         self._graph.reset()
         self._optimizer.reset()
 
     # ------------------------------------------------------------------------------------------------------ running ahead
 
-    def _run_ahead(self, iteration: int, lr: float) -> StepReport:
+    def _run_ahead(self, iteration: int, lr: float) -> Exit:
         if self._pending is None:
             self._open_after_undoing(1)
         launched = self._launch(iteration, lr)
         before, self._pending = self._pending, launched
         if before is None:
-            return StepReport()
-        report = self._judge(before, num_launched=2)
-        if self._pending is None and not report.exit.should_exit:  # rewound: what was launched behind it counts for nothing
-            again = self.run(iteration, lr)
-            return StepReport(again.exit, report.settled + again.settled)
-        return report
+            return GO_ON
+        leave = self._judge(before, num_launched=2)
+        if self._pending is None and not leave.should_exit:  # rewound: what was launched behind it counts for nothing
+            return self._run(iteration, lr)
+        return leave
 
-    def _settle(self) -> StepReport:
+    def _settle(self) -> Exit:
+        if self._broken:
+            raise GraphError(self._broken)
+        if self._rejected is not None:
+            return self._run_again(self._rejected)
         pending, self._pending = self._pending, None
-        return StepReport() if pending is None else self._judge(pending, num_launched=1)
+        return GO_ON if pending is None else self._judge(pending, num_launched=1)
 
     def _launch(self, iteration: int, lr: float) -> _Launched:
         self._data.advance(keeps_last=self._pending is not None)
         snapshot = self._rerun.replay_state.capture()
+        verdict: Ticket | None = None
         try:
             batches = self._take_batches()
             self._forward_backward(iteration, 1, batches)
             verdict = self._verdict_reader.take()
             self._update(iteration, lr)
         except Exception:  # whatever it is, the iteration has not begun, and the one before it is still to be judged
+            if verdict is not None:
+                self._verdict_reader.give_back(verdict)
             self._data.undo_advance()
             self._rerun.replay_state.restore(snapshot)
             self._is_undone = True
             raise
         return _Launched(iteration, lr, snapshot, verdict, self._figure_reader.take())
 
-    def _judge(self, launched: _Launched, num_launched: int) -> StepReport:
+    def _judge(self, launched: _Launched, num_launched: int) -> Exit:
         """Accept an iteration, or rewind to before it and run it to its end. `num_launched`: it and those behind it."""
         verdict = self._checks.parse(self._verdict_reader.read(launched.verdict))
         if verdict.agreed is Code.CLEAN:
@@ -197,12 +224,20 @@ class GraphedStep:
             loss, grad_norm = self._figure_reader.read(launched.figures)
             losses, norms = self._parted(verdict.values)
             self._rerun.accept(launched.iteration, losses, norms)
-            return StepReport(GO_ON, (Settled(launched.iteration, loss, grad_norm),))
+            self._done.append(Settled(launched.iteration, loss, grad_norm))
+            return GO_ON
         self._pending = None
         self._rerun.replay_state.restore(launched.snapshot)
         if self._is_checked:
             self._data.step_back(num_launched)
-        return self._run_to_end(launched.iteration, launched.lr, verdict.values, launched.snapshot)
+        self._rejected = _Rejected(launched.iteration, launched.lr, verdict.values, launched.snapshot)
+        return self._run_again(self._rejected)
+
+    def _run_again(self, rejected: _Rejected) -> Exit:
+        """Rerun it; where that raises, it is still to be rerun."""
+        leave = self._run_to_end(rejected.iteration, rejected.lr, rejected.values, rejected.snapshot)
+        self._rejected = None
+        return leave
 
     def _open_after_undoing(self, num_launched: int) -> None:
         """A launch that failed may have closed the gate; all that was launched before it is clean."""
@@ -213,11 +248,23 @@ class GraphedStep:
 
     # -------------------------------------------------------------------------------------------------- one step to its end
 
-    def _run_to_end(
-        self, iteration: int, lr: float, recorded: Sequence[float] | None = None, snapshot: Any = None
-    ) -> StepReport:
+    def _run_to_end(self, iteration: int, lr: float, recorded: Sequence[float] | None = None, snapshot: Any = None) -> Exit:
         """All passes that the rerun machine asks for, and the update. `recorded`: what the first pass found when it was
-        launched, before the state went back to `snapshot`."""
+        launched, before the state went back to `snapshot`. An exception leaves all as before the iteration, but one of the
+        update: then nothing goes on."""
+        try:
+            return self._passes(iteration, lr, recorded, snapshot)
+        except Exception as error:
+            self._is_undone = True
+            if self._is_updating:
+                what = f"the update of iteration {iteration} has failed ({type(error).__name__}: {error})"
+                self._broken = f"{what}: parameters may be half updated; go on from a checkpoint"
+            self._rerun.give_up()
+            raise
+        finally:
+            self._is_updating = False
+
+    def _passes(self, iteration: int, lr: float, recorded: Sequence[float] | None, snapshot: Any) -> Exit:
         batches: Batches = ()
         loss, number, is_computed = 0.0, 0, False
         while self._rerun.should_run_forward_backward(self._data, iteration):
@@ -233,19 +280,22 @@ class GraphedStep:
             self._hand_in(values)
         leave = self._rerun.should_checkpoint_and_exit()
         if leave.should_exit:
-            return StepReport(leave)
+            return leave
         self._checks.open_gate()
         self._load_baselines()
         self._is_undone = False
         if self._rerun.skip_step:
-            return StepReport(leave, (Settled(iteration, skipped=True),))
+            self._done.append(Settled(iteration, skipped=True))
+            return leave
         if not is_computed:  # the device's rule had rejected it, the host's did not, and the gradients are gone: once more
             self._rerun.replay_state.restore(snapshot)
             self._data.step_back(1)
             return self._run_to_end(iteration, lr)
+        self._is_updating = True
         self._update(iteration, lr)
         _, grad_norm = self._figure_reader.read(self._figure_reader.take())
-        return StepReport(leave, (Settled(iteration, loss, grad_norm),))
+        self._done.append(Settled(iteration, loss, grad_norm))
+        return leave
 
     def _compute(self, iteration: int, number: int, batches: Batches) -> tuple[float, Sequence[float]]:
         """One pass, its loss, and the numbers of its checks; gradients stay in place."""

@@ -43,6 +43,11 @@ class LateReader:
         self._num_taken += 1
         return Ticket(self._num_taken - 1)
 
+    def give_back(self, ticket: Ticket) -> None:
+        """The newest copy is not wanted after all: its slot is free, and the others keep theirs."""
+        assert ticket.number == self._num_taken - 1
+        self._num_taken -= 1
+
     def read(self, ticket: Ticket) -> list[float]:
         """The numbers as they were when the ticket was taken. Waits for that copy only. Raises `StaleResultError` where a later
         copy has taken its slot: it never gives another step's numbers."""

@@ -200,6 +200,9 @@ class RerunConfig:
     stored_within_s: float = 10.0
     """How long a verdict may take to be stored before it is acted on without."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", rerun_mode(self.mode))  # its plain name will do
+
 
 INJECTION_TYPES = ("correct_result", "transient_error", "persistent_error")
 ON_TRANSIENT = ("continue", "restart")

@@ -82,6 +82,14 @@ class Iteration:
         for iterator in self.iterators:
             iterator.rewind()
 
+    def give_up(self) -> None:
+        """Back to before the iteration: it has not begun, and its data come again."""
+        if self.snapshot is not None:
+            self._replay_state.restore(self.snapshot)
+        for iterator in self.iterators:
+            iterator.undo_advance()
+        self.state = RerunState.NOT_RUNNING_YET
+
     def payload(self) -> tuple[Payload, tuple[int, ...]]:
         """This rank's data, to be computed elsewhere, and how many batches of each iterator it has."""
         batches: list[list[Any] | None] = [iterator.lend() for iterator in self.iterators]

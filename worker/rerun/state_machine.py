@@ -291,6 +291,13 @@ class RerunStateMachine:
         self._iteration.capture()
         return True
 
+    def give_up(self) -> None:
+        """The loop breaks the iteration off, because of an exception: state and data are as before it. Between iterations there
+        is nothing to give up."""
+        if self._iteration.state is not RerunState.NOT_RUNNING_YET:
+            self._abandon()
+            self._iteration.give_up()
+
     def _abandon(self) -> None:
         """The loop left an iteration in the middle (its data ended, an exception was caught): nothing of it is kept."""
         self._parts.large.rollback()
