@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rsup.worker.cuda_graph.contract import GraphError
-from rsup.worker.cuda_graph.gradient_groups import GradientGroups, groups_of
+from rsup.worker.cuda_graph.gradient_groups import GradientGroups
 from rsup.worker.rerun import gradient_checks
 
 SCRIPT = Path(__file__).with_name("gate_ranks.py")
@@ -45,8 +45,11 @@ def test_groups_are_those_of_the_rerun_machine(monkeypatch: pytest.MonkeyPatch) 
     some[1].requires_grad_(False)
     for limit in (1, 60, 64, 200, 500, 10_000):
         monkeypatch.setattr(gradient_checks, "GROUP_BYTES", limit)
-        assert list(groups_of(some, limit)) == list(gradient_checks._groups(some))
-    assert GradientGroups(some, group_bytes=64).num_groups == len(list(groups_of(some, 64)))
+        machines = gradient_checks._ParameterNorms(some)._groups
+        ours = GradientGroups(some, group_bytes=limit)
+        assert ours.num_groups == len(machines)
+        assert ours._trained == [[place for place in group if some[place].requires_grad] for group in machines]
+    assert list(gradient_checks.groups_of(some, 64)) == [[5], [4, 3], [2], [1], [0]]
 
 
 def test_backward_accumulates_in_place_and_zero_keeps_the_memory() -> None:

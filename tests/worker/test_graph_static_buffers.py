@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rsup.worker.cuda_graph.contract import GraphError
-from rsup.worker.cuda_graph.nesting import tensors_in
+from rsup.worker.cuda_graph.nesting import walk
 from rsup.worker.cuda_graph.static_buffers import Signature, StaticBuffers, difference
 
 CPU = torch.device("cpu")
@@ -24,6 +24,10 @@ class Pair(NamedTuple):
 class Sample:
     tokens: torch.Tensor
     weight: float
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [item for _, item, is_leaf in walk(value) if is_leaf and isinstance(item, torch.Tensor)]
 
 
 def nested(start: float) -> dict[str, Any]:

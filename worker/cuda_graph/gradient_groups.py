@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rsup.worker.cuda_graph.contract import GraphError
 from rsup.worker.cuda_graph.gradient_reduction import Reduction, SideStreams
-from rsup.worker.rerun.gradient_checks import GROUP_BYTES
+from rsup.worker.rerun.gradient_checks import GROUP_BYTES, groups_of
 from rsup.worker.rerun.gradient_norms import local_norms
 
 OnNorm = Callable[[int, torch.Tensor], None]
@@ -244,21 +244,6 @@ class _Blocks:
             self._ends[dtype] = offset + parameter.numel()
             spans[dtype] = (offset if is_first else spans[dtype][0], self._ends[dtype])
         return spans
-
-
-def groups_of(parameters: Sequence[nn.Parameter], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
-    """Places of parameters by group, last parameters first, as `GradientChecks` forms them."""
-    group: list[int] = []
-    size_bytes = 0
-    for place in reversed(range(len(parameters))):
-        more = parameters[place].numel() * parameters[place].element_size()
-        if group and size_bytes + more > group_bytes:
-            yield group
-            group, size_bytes = [], 0
-        group.append(place)
-        size_bytes += more
-    if group:
-        yield group
 
 
 def _view(parameter: nn.Parameter, storage: torch.Tensor, offset: int) -> torch.Tensor:

@@ -158,6 +158,12 @@ class GraphedStep:
                 self._done.append(Settled(iteration, skipped=True))
             return self._report(leave)
 
+    def reset(self) -> None:
+        """Forget what was launched and give up the graphs: the process groups, or the parameters, are about to go."""
+        self._pending = self._rejected = None
+        self._graph.reset()
+        self._optimizer.reset()
+
     def _report(self, leave: Exit) -> StepReport:
         """What was settled since the last report; an exception may have come between."""
         done, self._done = tuple(self._done), []
@@ -169,12 +175,6 @@ class GraphedStep:
             if leave.should_exit:
                 return leave
         return self._run_ahead(iteration, lr) if self._rerun.may_run_ahead else self._run_to_end(iteration, lr)
-
-    def reset(self) -> None:
-        """Forget what was launched and give up the graphs: the process groups, or the parameters, are about to go."""
-        self._pending = self._rejected = None
-        self._graph.reset()
-        self._optimizer.reset()
 
     # ------------------------------------------------------------------------------------------------------ running ahead
 

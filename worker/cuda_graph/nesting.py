@@ -61,11 +61,6 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any, bool]]:
         yield from walk(item, _join(path, key))
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors, in the order of `walk`."""
-    return [item for _, item, is_leaf in walk(value) if is_leaf and isinstance(item, torch.Tensor)]
-
-
 def detached(value: Any) -> Any:
     """The same nesting with tensors that share memory with the original's and belong to no autograd graph."""
     return map_leaves(value, lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)

@@ -9,7 +9,7 @@ Norms are therefore taken per parameter and put together in groups that never ch
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -141,7 +141,7 @@ class _ParameterNorms:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.index = {id(parameter): place for place, parameter in enumerate(parameters)}
         self.parameters = parameters
-        self._groups = list(_groups(parameters))
+        self._groups = list(groups_of(parameters, GROUP_BYTES))
         self.group_of = [0] * len(parameters)
         for number, group in enumerate(self._groups):
             for place in group:
@@ -341,16 +341,17 @@ def _attach_ddp(ddp: DistributedDataParallel, hook: Hook | None, state: object) 
     return source
 
 
-def _groups(parameters: Iterable[nn.Parameter]) -> Iterable[list[int]]:
-    """Places of parameters, last first (as their gradients come), cut at `GROUP_BYTES`."""
+def groups_of(parameters: Sequence[nn.Parameter], group_bytes: int) -> Iterator[list[int]]:
+    """Places of parameters by group, last parameters first, as their gradients come."""
     group: list[int] = []
     size_bytes = 0
-    for place, parameter in reversed(list(enumerate(parameters))):
-        if group and size_bytes + parameter.numel() * parameter.element_size() > GROUP_BYTES:
+    for place in reversed(range(len(parameters))):
+        more = parameters[place].numel() * parameters[place].element_size()
+        if group and size_bytes + more > group_bytes:
             yield group
             group, size_bytes = [], 0
         group.append(place)
-        size_bytes += parameter.numel() * parameter.element_size()
+        size_bytes += more
     if group:
         yield group
 
