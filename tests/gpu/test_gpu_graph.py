@@ -404,3 +404,20 @@ def test_memory_of_a_graph_comes_back_when_it_is_destroyed(capture: SharedCaptur
     )
     assert after_mib <= before_mib + 32
     assert free_after >= free_before - 64
+
+
+def test_a_pool_whose_graphs_were_garbage_collected_is_not_used_again(capture: SharedCapture) -> None:
+    """As after an exception through a training function: its graphs are gone before anybody has destroyed them."""
+    pinned = [torch.zeros(8, pin_memory=True)]
+    source = torch.ones(8, device=DEVICE)
+
+    def copies_out() -> torch.Tensor:
+        pinned[0].copy_(source, non_blocking=True)
+        return source + 1
+
+    captured = capture.capture(copies_out, "the copy")
+    del captured
+    again = capture.capture(copies_out, "the copy")
+    again.replay()
+    torch.cuda.synchronize()
+    assert again.result.tolist() == [2.0] * 8

@@ -180,6 +180,7 @@ class SharedCapture:
     def _pool_for_capture(self) -> "torch.cuda.MemPool":
         if not self.use_single_mempool:
             return torch.cuda.MemPool()
+        self.let_go_of_pool()  # of graphs that were garbage before anybody destroyed them: torch refuses to fill it again
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         return self._pool

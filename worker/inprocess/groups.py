@@ -81,7 +81,7 @@ class OldGroups:
         """
         if lifecycle.live_graphs():
             rsup.worker.note("info", str(lifecycle.let_go_of_graphs("this entry's process groups cannot be destroyed")))
-            forget_shared_captures()
+        forget_shared_captures()
         _join(self._aborts, GRAPHS_SEEM_KEPT_AFTER_S)
         if any(thread.is_alive() for thread in self._aborts) and (found := graphs()):
             where = holder_of(found[0]) or "something that Python's garbage collector does not see"
