@@ -20,6 +20,10 @@ MAX_STOOD_IN = 4
 MAX_ERROR_FILE_BYTES = 4 * 1024 * 1024
 
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?$", re.MULTILINE)
+_RESTARTED_AFTER = re.compile(
+    r"^.*: entry \d+ into the training ends, in-process restart follows:\n(Traceback .*\n([ \t].*\n)*.*$)?", re.MULTILINE
+)
+"""An exception that the process has outlived, as `worker/inprocess/faults.py` prints it."""
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[\S+\]:\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeout)|(?:\w+\.)+[A-Z]\w*)(?::\s.*)?$"
 )
@@ -67,9 +71,10 @@ def read_error_file(path: Path) -> RankError | None:
 def telling_line(log_tail: str, of_stderr: bool = True) -> str:
     """The last line of a stderr tail that says what went wrong: an exception's line, else the last line with text.
 
-    Python's warnings, with the source line that each shows, are no answer; nor is just any line, where not `of_stderr` alone.
+    Python's warnings, with the source line that each shows, are no answer, nor are exceptions that an in-process restart
+    followed; nor is just any line, where not `of_stderr` alone.
     """
-    lines = [line.strip() for line in _WARNING.sub("", log_tail).splitlines() if line.strip()]
+    lines = [line.strip() for line in _RESTARTED_AFTER.sub("", _WARNING.sub("", log_tail)).splitlines() if line.strip()]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
     complaints = [line for line in lines if _COMPLAINT.search(line)]
     for found in (exceptions, complaints, lines if of_stderr else []):

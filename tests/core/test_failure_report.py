@@ -126,6 +126,17 @@ def test_an_error_file_of_odd_content(tmp_path: Path) -> None:
     assert error is not None and error.line == "plain text"
 
 
+def test_an_exception_that_the_process_outlived_is_not_what_ended_it() -> None:
+    """In-process restart: the exception of entry 1 stands in the log when entry 2 ends the process."""
+    outlived = (
+        "rank 1: entry 1 into the training ends, in-process restart follows:\n"
+        'Traceback (most recent call last):\n  File "train.py", line 3, in train\n    step()\nValueError: of entry 1\n'
+    )
+    assert telling_line(outlived + "train: error: it cannot be captured\n") == "train: error: it cannot be captured"
+    assert telling_line(outlived) == ""
+    assert telling_line(outlived + "Traceback (most recent call last):\n  File\nKeyError: 2\n") == "KeyError: 2"
+
+
 def test_a_warning_is_not_why_a_rank_failed() -> None:
     warning = "/usr/lib/torch/cuda/__init__.py:61: FutureWarning: pynvml is deprecated.\n  import pynvml  # type: ignore\n"
     assert telling_line(warning) == ""
