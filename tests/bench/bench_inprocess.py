@@ -28,7 +28,14 @@ FOR_NCCL = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0"}
 communicator ends the process, with the second's multicast memory hangs in the abort."""
 MAX_REASON_CHARS = 160
 
-TRAINING = """
+HANG_LIMIT_S = 5
+"""Soft limit of the runs that hang."""
+
+TRAINING = (
+    f"""
+HANG_LIMIT_S = {HANG_LIMIT_S}
+"""
+    + """
 import datetime, json, os, signal, sys, time
 import torch, torch.distributed as dist
 
@@ -58,11 +65,14 @@ def work(entry, store=None):
         if step == 0:
             note("first", entry)
         time.sleep(0.02)
+    note("memory", entry, memory_mib())
     if entry <= RESTARTS and FIRST_RANK == "1":
         wait_for_standbys(entry)
         note("fault", entry)
         if FAULT == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        while FAULT == "hang":
+            time.sleep(0.1)
         raise ValueError(f"injected in entry {entry}")
     if entry <= RESTARTS:
         while True:  # a healthy rank waits in its next collective
@@ -72,6 +82,12 @@ def work(entry, store=None):
     dist.barrier()
     dist.destroy_process_group()
 
+def memory_mib():
+    if not CUDA:  # of this process; else of the device, all processes
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20
+
 def wait_for_standbys(entry):
     go = f"{os.environ['OUT']}/go-{entry}"
     while FAULT == "kill" and MODE == "rsup" and not os.path.exists(go):
@@ -80,7 +96,8 @@ def wait_for_standbys(entry):
 if MODE == "rsup":
     from rsup.worker.inprocess import InProcessSettings, current_entry, restartable
     active = int(os.environ["ACTIVE"])
-    settings = InProcessSettings(active_world_size=active or None, granularity="rank")
+    limits = {"soft_timeout": HANG_LIMIT_S, "hard_timeout": 4 * HANG_LIMIT_S} if FAULT == "hang" else {}
+    settings = InProcessSettings(active_world_size=active or None, granularity="rank", **limits)
 
     def train():
         note("steps", current_entry().number, current_entry().restart_timings)
@@ -111,16 +128,19 @@ else:
 
     train()
 """
+)
 
 
 class Found(NamedTuple):
     """Seconds from each fault to re-entry of the last rank that computes, and to its first collective. `steps`: of each
-    restart, by name, on the slowest rank. `why`: the last lines of the ranks where there is no sample."""
+    restart, by name, on the slowest rank. `why`: the last lines of the ranks where there is no sample. `memory_mib`: by entry,
+    the most that a rank saw in use."""
 
     re_entry: list[float]
     first: list[float]
     steps: dict[str, list[float]]
     why: list[str]
+    memory_mib: dict[int, float]
 
 
 def main(restarts: int = RESTARTS) -> list[Row]:
@@ -128,14 +148,15 @@ def main(restarts: int = RESTARTS) -> list[Row]:
     rows: list[Row] = []
     who = {"rsup": "rsup", "defaults": "NVRx", "tuned": "NVRx tuned"}
     for mode, name in who.items():
-        rows += _rows("exception", name, one_run(mode, "exception", 2, 0, restarts))
+        rows += rows_of("exception", name, one_run(mode, "exception", 2, 0, restarts))
     for mode, name in who.items():
-        rows += _rows("SIGKILL, reserve", name, one_run(mode, "kill", 3, 2, 1))
-    rows += _rows("SIGKILL, replacement", "rsup", one_run("rsup", "kill", 2, 0, restarts))
+        rows += rows_of("SIGKILL, reserve", name, one_run(mode, "kill", 3, 2, 1))
+    rows += rows_of("SIGKILL, replacement", "rsup", one_run("rsup", "kill", 2, 0, restarts))
     return rows
 
 
-def _rows(what: str, who: str, found: Found) -> list[Row]:
+def rows_of(what: str, who: str, found: Found) -> list[Row]:
+    """Two rows in seconds; on standard error what took how long."""
     goal = ("<= 0.2 s on CPU", "<= 0.4 s on 2 H200") if who == "rsup" and what == "exception" else ("", "")
     for line in found.why:
         print(f"{what}, {who}: no sample: {line}", file=sys.stderr)
@@ -169,7 +190,8 @@ def one_run(mode: str, fault: str, world_size: int, active: int, restarts: int) 
         re_entry, first = _samples(place.folder, restarts, active or world_size)
         is_asked_for = bool(os.environ.get("RSUP_BENCH_DEBUG"))
         why = _last_lines(place, ended, 40 if is_asked_for else 4) if is_asked_for or not first else []
-        return Found(re_entry, first, _steps(place.folder), why)
+        memory_mib = {entry: max(found) for entry, found in sorted(_read(place.folder, "memory").items())}
+        return Found(re_entry, first, _steps(place.folder), why, memory_mib)
 
 
 def _start(place: Workplace, name: str, command: list[str]) -> "subprocess.Popen[bytes]":

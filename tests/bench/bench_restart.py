@@ -1,4 +1,6 @@
-"""SIGKILL of one of two ranks to every rank having stepped again (DDP; gloo, or NCCL where there are GPUs).
+"""Start to every rank's first step, and SIGKILL of one rank to every rank having stepped again (DDP; gloo, or NCCL).
+
+`python -m tests.bench.bench_restart [RUNS] [rsup|torchrun|ft_launcher]...`, two ranks; `several_gpus` runs it with more.
 
 Peers: torchrun, ft_launcher, and rsup without its standbys. Each rank notes the time after its first step of the next attempt;
 the killed rank notes the time just before it dies, once every rank has stepped and any standbys are ready, as they
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.bench.table import RSUP, Row, Workplace, peer
 
@@ -52,34 +55,46 @@ dist.destroy_process_group()
 """
 
 
-def recovery_s(folder: Path) -> float | None:
-    """Seconds from the kill to the last rank's first step, None if some rank never got there."""
-    stepped = list(folder.glob("again-*"))
-    if len(stepped) < 2 or not all(path.read_text() for path in stepped):
-        return None
-    return max(float(path.read_text()) for path in stepped) - float((folder / "killed").read_text())
+class Run(NamedTuple):
+    """Seconds of one run; None for what never came. `first_step_s`: from the start of the launcher until the last rank had
+    stepped; `recovery_s`: from the kill until the last rank had stepped again."""
+
+    first_step_s: float | None
+    recovery_s: float | None
 
 
-def one_run(command: list[str], *, has_standby: bool) -> float | None:
-    """Seconds from the kill to the last rank's first step of one run."""
+def one_run(command: list[str], *, has_standby: bool, num_ranks: int = 2) -> Run:
+    """Start, let rank 1 die once everything is ready, and wait for the others."""
     with Workplace() as place:
-        process = place.start([*command, place.script("dies.py", DIES)])
+        began, process = time.time(), place.start([*command, place.script("dies.py", DIES)])
+        first = again = None
         try:
-            if not _until(lambda: len(list(place.folder.glob("stepped-*"))) == 2, READY_WITHIN_S):
-                return None
-            if has_standby and not _until(lambda: _standbys_are_ready(place), READY_WITHIN_S, 0.5):
-                return None
+            first = _last_moment(place.folder, "stepped", num_ranks, READY_WITHIN_S)
+            if first is None or (
+                has_standby and not _until(lambda: _standbys_are_ready(place, num_ranks), READY_WITHIN_S, 0.5)
+            ):
+                return Run(None, None)
             (place.folder / "go").touch()
-            _until(lambda: recovery_s(place.folder) is not None, RECOVERS_WITHIN_S)
+            again = _last_moment(place.folder, "again", num_ranks, RECOVERS_WITHIN_S)
             process.wait(10)
         except subprocess.TimeoutExpired:
             pass
         finally:
             place.kill(process)
-        elapsed = recovery_s(place.folder)
-        if elapsed is None and os.environ.get("RSUP_BENCH_DEBUG"):
-            print(place.log_tail())
-        return elapsed
+        if again is None:
+            if os.environ.get("RSUP_BENCH_DEBUG"):
+                print(place.log_tail())
+            return Run(first - began, None)
+        return Run(first - began, again - float((place.folder / "killed").read_text()))
+
+
+def _last_moment(folder: Path, what: str, num_ranks: int, within_s: float) -> float | None:
+    """When the last rank noted that, in seconds since 1970."""
+
+    def noted() -> list[str]:
+        return [text for path in folder.glob(f"{what}-*") if (text := path.read_text())]
+
+    return max(map(float, noted())) if _until(lambda: len(noted()) == num_ranks, within_s) else None
 
 
 def _until(condition: Callable[[], bool], within_s: float, every_s: float = 0.02) -> bool:
@@ -91,41 +106,41 @@ def _until(condition: Callable[[], bool], within_s: float, every_s: float = 0.02
     return False
 
 
-def _standbys_are_ready(place: Workplace) -> bool:
+def _standbys_are_ready(place: Workplace, num_ranks: int) -> bool:
     events = subprocess.run([*RSUP, "events", JOB], env=place.environment, capture_output=True, text=True)
-    return "2 warm standbys are ready" in events.stdout
+    return f"{num_ranks} warm standbys are ready" in events.stdout
 
 
-def commands() -> dict[str, list[str]]:
+def commands(num_ranks: int = 2) -> dict[str, list[str]]:
     """Launcher -> command line in front of the script."""
-    two = ["--nproc-per-node", "2", "--max-restarts", "3"]
+    ranks = ["--nproc-per-node", str(num_ranks), "--max-restarts", "3"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--ft-rank-section-timeouts", "step:60"]
-    rsup = [*RSUP, "launch", "--job-id", JOB, *two]
+    rsup = [*RSUP, "launch", "--job-id", JOB, *ranks]
     found = {"rsup": rsup, "rsup --no-standby": [*rsup, "--no-standby"]}
     if torchrun := peer("torchrun"):
-        found["torchrun"] = [torchrun, *two]
+        found["torchrun"] = [torchrun, *ranks]
     if ft_launcher := peer("ft_launcher"):
-        found["ft_launcher"] = [ft_launcher, *two, *rendezvous]
+        found["ft_launcher"] = [ft_launcher, *ranks, *rendezvous]
     return found
 
 
-def main(runs: int = RUNS, only: Sequence[str] = ()) -> list[Row]:
+def main(runs: int = RUNS, only: Sequence[str] = (), num_ranks: int = 2) -> list[Row]:
     """Rows in seconds. The launchers take turns, so that a machine that warms up favours none."""
-    launchers = {name: command for name, command in commands().items() if not only or name.split()[0] in only}
-    samples: dict[str, list[float | None]] = {name: [] for name in launchers}
+    launchers = {name: command for name, command in commands(num_ranks).items() if not only or name.split()[0] in only}
+    samples: dict[str, list[Run]] = {name: [] for name in launchers}
     for _ in range(runs):
         for name, command in launchers.items():
-            samples[name].append(one_run(command, has_standby=name == "rsup"))
-    return [_row(name, found) for name, found in samples.items()]
+            samples[name].append(one_run(command, has_standby=name == "rsup", num_ranks=num_ranks))
+    rows = [_row("start to all ranks stepped", name, [run.first_step_s for run in found]) for name, found in samples.items()]
+    what = "SIGKILL to all ranks stepped"
+    return rows + [_row(what, name, [run.recovery_s for run in found]) for name, found in samples.items()]
 
 
-def _row(name: str, found: list[float | None]) -> Row:
-    recovered = [elapsed for elapsed in found if elapsed is not None]
-    lost = len(found) - len(recovered)
-    goal = "<= 0.3 s on CPU, <= 2 s on 2 H200" if name == "rsup" else ""
-    return Row(
-        "SIGKILL to all ranks stepped", name, recovered, "s", goal, f"{lost} of {len(found)} did not recover" if lost else ""
-    )
+def _row(what: str, name: str, found: list[float | None]) -> Row:
+    seen = [elapsed for elapsed in found if elapsed is not None]
+    lost = len(found) - len(seen)
+    goal = "<= 0.3 s on CPU, <= 2 s on 2 H200" if name == "rsup" and what.startswith("SIGKILL") else ""
+    return Row(what, name, seen, "s", goal, f"{lost} of {len(found)} did not get there" if lost else "")
 
 
 if __name__ == "__main__":
