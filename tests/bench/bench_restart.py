@@ -81,10 +81,10 @@ def one_run(command: list[str], *, has_standby: bool, num_ranks: int = 2) -> Run
             pass
         finally:
             place.kill(process)
-        if again is None:
+        if first is None or again is None:
             if os.environ.get("RSUP_BENCH_DEBUG"):
                 print(place.log_tail())
-            return Run(first - began, None)
+            return Run(None if first is None else first - began, None)
         return Run(first - began, again - float((place.folder / "killed").read_text()))
 
 
