@@ -15,6 +15,9 @@ from rsup.launcher.processes import PR_SET_CHILD_SUBREAPER
 
 RUN_MARK = f"RSUP_TEST_RUN={uuid.uuid4().hex}"
 
+# torch asks a name server about each connection to its store; where an answer is lost, glibc asks again after 1 s, not after 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 
 def survivors() -> dict[int, str]:
     """Processes that carry this test run's mark, other than this one: pid -> command line."""

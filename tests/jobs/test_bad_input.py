@@ -186,7 +186,8 @@ def test_a_required_supervisor_that_is_not_there(place: Place) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launched = place.launch("--require-supervisor", *TRUE, RSUP_SUPERVISOR=f"tcp://127.0.0.1:{port}")
+    fallback = place.launch("--job-id", "alone", *TRUE, RSUP_SUPERVISOR=f"tcp://127.0.0.1:{port}")  # both wait meanwhile
     assert launched.wait(30) == 75
     assert str(port) in launched.stderr
-    fallback = place.launch("--job-id", "alone", *TRUE, RSUP_SUPERVISOR=f"tcp://127.0.0.1:{port}").ends(0)
+    fallback.ends(0)
     assert str(port) in fallback.stderr and f"`rsup db merge {os.environ['RSUP_STATE_DIR']}`" in fallback.stderr

@@ -14,6 +14,7 @@ from tests.jobs.conftest import Launched, Place, wait_until
 TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "12", "--save-interval", "4", "--log-interval", "4")
 SMALL = ("--num-layers", "1", "--hidden-size", "32", "--seq-length", "32", "--eval-iters", "0", "--global-batch-size", "8")
 BROKEN = ("--fault", "device=GPU-b,kind=bitflip,site=grad,bit=30")
+CALM = ("--max-restarts", "0")  # so without standbys, which import torch, too
 _undisturbed: list[str] = []
 
 
@@ -42,7 +43,7 @@ def digest(launched: Launched) -> str:
 def undisturbed(place: Place, inventory: str) -> str:
     """Digest of the run without faults; run once."""
     if not _undisturbed:
-        _undisturbed.append(digest(start(place, inventory, "calm")))
+        _undisturbed.append(digest(start(place, inventory, "calm", launch=CALM)))
     return _undisturbed[0]
 
 
@@ -62,7 +63,7 @@ def test_a_device_that_lies_is_named_and_left_out(place: Place, inventory: str) 
     assert {finding["rank"] for finding in case["findings"]} == {1} and not case["placements"]
     assert "GPU-c is used in place of GPU-b" in launched.stderr
     assert "persistent" in place.rsup("devices", "why", "GPU-b")
-    calm = start(place, inventory, "calm")
+    calm = start(place, inventory, "calm", launch=CALM)
     assert digest(calm) == disturbed
     _undisturbed.append(disturbed)
     assert "GPU-b is left out" in calm.stderr

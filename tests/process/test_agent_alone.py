@@ -496,6 +496,7 @@ def test_a_required_supervisor_that_is_absent(own_directories: Path) -> None:
     script = own_directories / "s.py"
     script.write_text("")
     words = ["--supervisor", f"ipc://{own_directories}/nobody", "--require-supervisor", str(script)]
-    done = subprocess.run([sys.executable, "-m", "rsup.launcher", "launch", *words], capture_output=True, text=True, timeout=30)
+    impatient = "import sys; from rsup.launcher import cli, decider; decider.FALLBACK_AFTER_S = 2.0; sys.exit(cli.main())"
+    done = subprocess.run([sys.executable, "-c", impatient, "launch", *words], capture_output=True, text=True, timeout=30)
     assert done.returncode == 75
     assert "did not answer" in done.stderr and done.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """The keeper as host of the attempts' TCPStores, with real ranks."""
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -15,6 +16,21 @@ import pytest
 from rsup.launcher import keeper_process as companion
 from rsup.launcher.keeper import Keeper, PortInUse, bind_store_socket
 
+RANKS = """
+import json, os, sys, torch, torch.distributed as dist
+for line in sys.stdin:  # ranks of one attempt: forked, so that torch is imported once for all tests
+    environments, script = json.loads(line)
+    pids = []
+    for environment in environments:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ.clear()
+            os.environ.update(environment)
+            exec(script, {"__name__": "__main__"})
+            os._exit(0)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+
 RANK = """
 import datetime, os, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
@@ -24,11 +40,11 @@ dist.new_group([0]); dist.destroy_process_group()
 """
 
 ENTRIES = """
-import os, sys, time, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from rsup.worker.inprocess.entry_store import attempt_store
 attempt = attempt_store()
-num_descriptors = lambda: len(os.listdir(f"/proc/{sys.argv[1]}/fd"))
-last = int(sys.argv[2])
+num_descriptors = lambda: len(os.listdir(f"/proc/{KEEPER}/fd"))
+last = NUM_ENTRIES
 for entry in range(1, last + 1):
     if entry == 7:
         continue  # every rank left it before it began
@@ -57,24 +73,49 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
     assert list(tmp_path.iterdir()) == []
 
 
-def start_ranks(
-    port: int, attempt: int, world_size: int = 2, script: str = RANK, *arguments: str
-) -> list[subprocess.Popen[bytes]]:
-    env = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", script, *arguments]
-    return [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
+class Ranks:
+    """A process that has imported torch and forks ranks; one that raises ends with its traceback and another code than 0."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", RANKS]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+
+    def run(self, port: int, attempt: int, script: str = RANK, world_size: int = 2) -> list[int]:
+        """Exit codes of the ranks of an attempt with the store at `port`."""
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+            "OMP_NUM_THREADS": "1",
+        }
+        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([[os.environ | shared | own for own in numbers], script]) + "\n")
+        self._process.stdin.flush()
+        assert select.select([self._process.stdout], [], [], 60)[0], "the ranks did not end"
+        codes: list[int] = json.loads(self._process.stdout.readline())
+        return codes
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def ranks(nothing_is_left: None) -> Iterator[Ranks]:
+    pytest.importorskip("torch")
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.mark.parametrize("backend", ["libuv", "plain"])
-def test_three_attempts_each_on_a_store_of_its_own(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
+def test_three_attempts_each_on_a_store_of_its_own(
+    tmp_path: Path, ranks: Ranks, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if backend == "plain":
         monkeypatch.setenv("USE_LIBUV", "0")
     keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
@@ -82,8 +123,7 @@ def test_three_attempts_each_on_a_store_of_its_own(tmp_path: Path, backend: str,
         port = 0
         for attempt in (1, 2, 3):
             port = keeper.host_store(attempt, "127.0.0.1", port)  # from the second on an exact port
-            ranks = start_ranks(port, attempt)
-            assert [rank.wait(60) for rank in ranks] == [0, 0]
+            assert ranks.run(port, attempt) == [0, 0]
             keeper.drop_store(attempt)
         assert keeper.read_notices() == []
         assert (tmp_path / "spool.keeper").read_text() == ""
@@ -93,17 +133,16 @@ def test_three_attempts_each_on_a_store_of_its_own(tmp_path: Path, backend: str,
 
 @pytest.mark.parametrize(("backend", "num_entries"), [("libuv", 25), ("plain", 12)])
 def test_each_entry_into_the_training_has_a_store_of_its_own(
-    tmp_path: Path, backend: str, num_entries: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Ranks, backend: str, num_entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P28: the third `init_process_group` on one store would read the addresses of the first."""
-    pytest.importorskip("torch")
     if backend == "plain":
         monkeypatch.setenv("USE_LIBUV", "0")
     keeper = Keeper.start(os.getpid(), "agent-1", "agent-1", tmp_path / "spool", "")
     try:
         port = keeper.host_store(1, "127.0.0.1")
-        ranks = start_ranks(port, 1, 2, ENTRIES, str(keeper.pid), str(num_entries))
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        script = ENTRIES.replace("KEEPER", str(keeper.pid)).replace("NUM_ENTRIES", str(num_entries))
+        assert ranks.run(port, 1, script) == [0, 0]
         keeper.drop_store(1)
         give_up = time.monotonic() + 10
         while (num_left := num_descriptors(keeper.pid)) > MAX_IDLE_DESCRIPTORS:

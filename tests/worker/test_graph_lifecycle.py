@@ -55,12 +55,14 @@ def group() -> Iterator[None]:
 def stuck_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The device is at work, as with a replay that waits for a lost rank, until the event is set."""
     idle = threading.Event()
+    of_others = set(threading.enumerate())  # other tests' listeners, which end with the interpreter
     monkeypatch.setattr(lifecycle, "drain", lambda: idle.wait(WITHIN_S))
     yield idle
     idle.set()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - of_others:
         if thread.name.startswith("rsup-"):
             thread.join(WITHIN_S)
+            assert not thread.is_alive(), thread.name
 
 
 def test_all_graphs_that_somebody_holds_are_reset_and_may_be_again() -> None:
