@@ -40,6 +40,8 @@ from rsup.launcher.rank_group import RankGroup
 from rsup.launcher.rank_seats import RankSeats, choose_seats
 from rsup.launcher.result_file import failures_of, write_results
 from rsup.launcher.signal_forwarding import pass_on, told_text
+from rsup.launcher.slurm.ending import nodes_to_avoid, settle_launch
+from rsup.launcher.slurm.node_watch import NodeWatch
 from rsup.launcher.stacks import take_stacks
 from rsup.launcher.standby import StandbyPool
 from rsup.launcher.stop_signals import RESIZED
@@ -63,7 +65,9 @@ def run(options: LaunchOptions) -> int:
     """
     with ExitStack() as stack:
         agent = Agent(options, stack)
-        return agent.run()
+        code = agent.run()
+    settle_launch(options, agent.result_to_settle, leaves_others=agent.leaves_others)
+    return code
 
 
 class Agent:
@@ -74,6 +78,10 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._events: deque[ev.Event] = deque()
         self._exit_code: int | None = None
+        self.result_to_settle: wire.JobResult | None = None
+        """The job's, on the node that tells the scheduler of it, once the job has ended."""
+        self.leaves_others = False
+        """This launcher ends by itself: those of other nodes may go on, and so would the scheduler's job."""
         self._group: RankGroup | None = None
         self._has_new_facts = False
         self._said_where = False
@@ -125,6 +133,9 @@ class Agent:
 
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         stack.callback(os.close, self._wake_fd)
+        self._node_watch = NodeWatch(options.slurm, lambda: os.eventfd_write(self._wake_fd, 1)) if options.slurm else None
+        if self._node_watch:
+            stack.callback(self._node_watch.close)
         self._watch(self._client, self._hear_supervisor)
         self._watch(self._signals, self._hear_signals)
         self._watch(self._link, self._hear_ranks)
@@ -278,9 +289,11 @@ class Agent:
                 for notice in message.notices:
                     self._say(f"rsup: {notice}")
                 self._events.append(ev.OrderArrived(message))
+                if self._node_watch:
+                    self._node_watch.look(message.silent)
             elif isinstance(message, wire.Refusal):
                 self._events.append(ev.Refused(message))
-            else:
+            elif isinstance(message, wire.Welcome):
                 self._events.append(ev.Welcomed(message))
                 self._keeper.use(self._client, self._decider.key, message.epoch)
                 self._say_where(message)
@@ -326,6 +339,8 @@ class Agent:
         os.eventfd_read(self._wake_fd)
         while not self._stacks.empty():
             self._events.append(self._stacks.get())
+        if self._node_watch:
+            self._events.extend(ev.NodeGivenUp(node, why) for node, why in self._node_watch.take())
 
     def _hear_keeper(self, notice: str) -> None:
         self._say(f"rsup: {notice}")
@@ -508,8 +523,12 @@ class Agent:
         first = state.start is None or state.start.group_rank == 0
         failures = failures_of(state, self._group.error_file_of) if self._group else []
         self._reporter.ended(action.result, state, failures)
-        paths = options.state_dir, options.result_file
-        for problem in write_results(action.result, state.job_id, state.run, *paths, is_first_node=first, failures=failures):
+        self.leaves_others = options.max_nodes > 1 and not state.told
+        if self.leaves_others or (first and (state.start is not None or not options.slurm or options.slurm.node_index == 0)):
+            self.result_to_settle = action.result
+        paths, avoid = (options.state_dir, options.result_file), nodes_to_avoid(options, action.result)
+        job = state.job_id, state.run
+        for problem in write_results(action.result, *job, *paths, is_first_node=first, failures=failures, avoid_nodes=avoid):
             self._say(problem)
         failed = first_failure(state.exits)
         recorded = self._group.error_file_of(failed.rank) if failed and self._group else None

@@ -52,7 +52,7 @@ class AgentKeeper:
 
     def use(self, client: SupervisorClient, key: LinkKey | None, epoch: int) -> None:
         """After each welcome: whom to tell the last facts, and in whose name."""
-        self._supervisor = (client.address, key)
+        self._supervisor = (client.all_addresses, key)
         self._member = (client, epoch)
         self._tell()
 

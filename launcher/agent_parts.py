@@ -90,6 +90,8 @@ def where_to_look(options: LaunchOptions, welcome: wire.Welcome, *, is_embedded:
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     nodes = f" on this node, of {f'{least} to ' if least < most else ''}{most} nodes" if most > 1 else ""
     where = "" if is_embedded else _where(options, welcome.supervisor)
+    if not where and options.slurm is not None and options.state_dir != places.state_dir():
+        where = f" --state-dir {shlex.quote(str(options.state_dir))}"
     page = " (--page: in a browser)" if welcome.supervisor.rest and not where.startswith(" on ") else ""
     return f"rsup: job {welcome.job_id}: {ranks}{nodes}; see rsup status {welcome.job_id}{where}{page}"
 
@@ -118,7 +120,7 @@ def _serves(state_dir: Path, supervisor: wire.SupervisorInfo) -> bool:
 def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider, inventory: Inventory) -> wire.AgentInfo:
     return wire.AgentInfo(
         agent_id=agent_id,
-        node=places.this_host(),
+        node=places.this_node(),
         host=reachable_host(options, decider.route),
         pid=os.getpid(),
         boot_id=places.boot_id(),
@@ -156,7 +158,8 @@ def _settings(options: LaunchOptions) -> Settings:
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
         meeting=options.supervisor or options.rdzv_endpoint,
-        node=places.this_host(),
+        node=places.this_node(),
+        gate_refusal=options.gate_refusal,
     )
 
 

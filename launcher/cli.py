@@ -54,6 +54,8 @@ VERBS = {
     "checkpoint": Verb("ask a job for a checkpoint", _QUERY, wants_name=True),
     "stop": Verb("ask a job to save and end", _QUERY, wants_name=True),
     "fence": Verb("declare a node dead that does not answer", _QUERY, wants_name=True),
+    "gate": Verb("say whether a job may start on this node", "rsup.launcher.slurm.gate"),
+    "slurm": Verb("SLURM's prolog, epilog and healthcheck, and their installation", "rsup.launcher.slurm.slurm_verb"),
     "db": Verb("back up, check or upgrade the store", "rsup.supervisor.db_cli"),
     "doctor": Verb("see whether this machine has what rsup needs", "rsup.launcher.doctor"),
     "demo": Verb("a training that loses a rank, hangs, and ends all the same", "rsup.launcher.demo"),

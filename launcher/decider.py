@@ -1,12 +1,15 @@
 """Where this agent's supervisor is, and the link to it: shared, behind the rendezvous endpoint, or embedded.
 
-A shared supervisor that does not answer a new launch within `FALLBACK_AFTER_S` is replaced by an embedded one, in a line;
+A shared supervisor that does not answer a new launch within `FALLBACK_AFTER_S` is replaced by an embedded one, in a line; of
+several none must have;
 with `--require-supervisor` the launch ends with 75. An embedded one is started again whenever it does not answer, and killed
 first if it lives and is silent.
 """
 
 import time
 from dataclasses import replace
+
+import msgspec
 
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.route import Route, choose_route, why_silent
@@ -37,6 +40,7 @@ class Decider:
         """Raise `RsupError` if keys or directories cannot be used."""
         self.route = route
         self._options = options
+        self._shared_key: LinkKey | None = None
         self._tcp_key = self._find_key()
         self._since_s = time.monotonic()
         self._note = route.note
@@ -53,7 +57,7 @@ class Decider:
     @property
     def key(self) -> LinkKey | None:
         """The key of the link in use, None where it has none."""
-        return self._key_for(self.client.address)
+        return self._key_for(self.client.all_addresses)
 
     def close(self) -> None:
         """Let another agent be the one that listens."""
@@ -67,6 +71,8 @@ class Decider:
         """
         if self._note:
             note, self._note = self._note, ""
+            return f"rsup: {note}"
+        if note := self.client.take_note():
             return f"rsup: {note}"
         if self.client.connected:
             if self._embedded:
@@ -108,23 +114,26 @@ class Decider:
 
     def _fall_back(self) -> str:
         options = self._options
-        shared = self.route.address
+        several = "," in self.route.address
+        shared = f"supervisor{'s' if several else ''} at {self.route.address.replace(',', ', ')}"
+        silent = f"the {shared} did not answer within {FALLBACK_AFTER_S:g} s"
+        if self.client.standby_note:
+            silent = f"no supervisor at {self.route.address.replace(',', ', ')} leads ({self.client.standby_note})"
         if options.require_supervisor:
-            raise NoSupervisor(f"the supervisor at {shared} did not answer within {FALLBACK_AFTER_S:g} s; is it running there?")
+            ask = "" if self.client.standby_note else f"; {'are they' if several else 'is it'} running there?"
+            raise NoSupervisor(f"{silent}{ask}")
         if options.max_nodes > 1 and not options.rdzv_endpoint:
-            raise NoSupervisor(
-                f"the supervisor at {shared} did not answer within {FALLBACK_AFTER_S:g} s, and without --rdzv-endpoint "
-                "the job's nodes have no other place to meet"
-            )
+            raise NoSupervisor(f"{silent}, and without --rdzv-endpoint the job's nodes have no other place to meet")
         self.route = choose_route(replace(options, supervisor=""))
         self._note = self.route.note
         self._since_s = time.monotonic()
+        self.client.spec = msgspec.structs.replace(self.client.spec, listen=self.route.listen)  # for the job's other nodes
         self._embedded = self._start_embedded()
         address = self._address()
         self.client.use_address(address, self._key_for(address))
         return (
-            f"rsup: the supervisor at {shared} did not answer within {FALLBACK_AFTER_S:g} s; an embedded one takes its place "
-            f"and keeps this job's records in {options.state_dir}: once the job has ended, hand them over there with "
+            f"rsup: {silent}; an embedded one takes its place and "
+            f"keeps this job's records in {options.state_dir}: once the job has ended, hand them over there with "
             f"`rsup db merge {options.state_dir}` (see `rsup db merge --help`)"
         )
 
@@ -143,10 +152,20 @@ class Decider:
         return self._embedded.ensure() if self._embedded else self.route.address
 
     def _key_for(self, address: str) -> LinkKey | None:
-        return self._tcp_key if address.startswith("tcp:") else None
+        if "tcp:" not in address:
+            return None
+        return self._tcp_key or (self._public_key() if self.route.shared else None)
 
     def _find_key(self) -> LinkKey | None:
         secret = places.find_secret(self._options.state_dir, str(self._options.key_file) if self._options.key_file else None)
-        if secret is None and self._options.require_key and self._options.max_nodes > 1:
+        has_public = secret is None and self.route.shared and self._public_key() is not None
+        if secret is None and not has_public and self._options.require_key and self._options.max_nodes > 1:
             raise UsageError("--require-key: there is no key; name one with --key-file or RSUP_KEY_FILE on all nodes")
         return places.link_key(secret) if secret else None
+
+    def _public_key(self) -> LinkKey | None:
+        """The key of a shared supervisor that everybody may know, made once: an agent's own part of it stays the same."""
+        if self._shared_key is None:
+            given = str(self._options.key_file) if self._options.key_file else None
+            self._shared_key = places.find_link_key(self._options.state_dir, given)
+        return self._shared_key

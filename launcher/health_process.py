@@ -192,7 +192,7 @@ def watch_file(path: Path, report: Report) -> None:
         try:
             found = path.stat()
             new = (found.st_mtime_ns, found.st_size, found.st_ino)
-            records = read_inventory_file(path, places.this_host()) if new != stamp else None
+            records = read_inventory_file(path, places.this_node()) if new != stamp else None
             stamp = new
         except (OSError, RsupError):
             records = None  # half written, or gone for a moment

@@ -15,7 +15,7 @@ import msgspec
 
 from rsup.launcher.inventory_file import read_inventory_file
 from rsup.launcher.visible_devices import VisibleList, read_visible
-from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.places import boot_id, this_node
 from rsup.supervisor.wire import Device
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -77,7 +77,7 @@ def completed(found: Inventory, path: Path | None) -> Inventory:
     stands for the devices where no GPU is visible. Raise `UsageError` for a file that cannot be used."""
     if path is None:
         return found
-    records = {record.uuid: record.device for record in read_inventory_file(path, this_host())}
+    records = {record.uuid: record.device for record in read_inventory_file(path, this_node())}
     if not found.visible.devices:
         return Inventory(listed=tuple(records.values()))
     gpus = tuple(replace(one, device=_filled_in(one.device, records)) for one in found.visible.devices)
@@ -119,6 +119,20 @@ def boards_in_proc(root: Path = PROC_GPUS, dev: Path = Path("/dev")) -> list[Dev
                 vbios=values.get("Video BIOS", ""),
             )
         )
+    return found
+
+
+def numbered_boards(nvml: Any) -> list[tuple[int, Device]]:
+    """Each board that answers, with the number N of its `/dev/nvidiaN`: what SLURM counts by. NVML's own order shifts when a
+    board falls off the bus, these numbers do not. Raises NVML's error where it answers nothing at all."""
+    found: list[tuple[int, Device]] = []
+    for ordinal in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # a lost board has no handle
+            handle = nvml.nvmlDeviceGetHandleByIndex(ordinal)
+            number = ordinal
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                number = int(nvml.nvmlDeviceGetMinorNumber(handle))
+            found.append((number, _describe(nvml, handle)))
     return found
 
 

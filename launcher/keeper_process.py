@@ -220,7 +220,7 @@ class KeeperProcess:
 
     def _last_fact(self, survivors: list[Survivor]) -> wire.Note | wire.AgentGone:
         """`AgentGone` only when that is true."""
-        who = f"the launcher (pid {self._begin.agent_pid}) on {places.this_host()} {self._why_gone}"
+        who = f"the launcher (pid {self._begin.agent_pid}) on {places.this_node()} {self._why_gone}"
         if survivors:
             stuck = ", ".join(map(str, survivors))
             return wire.Note(

@@ -30,13 +30,13 @@ def check(options: LaunchOptions) -> None:
     if options.result_file is not None:
         _check_file("--result-file", options.result_file)
     if options.device_inventory is not None:
-        read_inventory_file(options.device_inventory, places.this_host())
+        read_inventory_file(options.device_inventory, places.this_node())
     if options.device_policy is not None:
         _check_device_policy(options.device_policy)
     try:
         places.runtime_dir()
         if options.key_file is not None:
-            places.read_key_file(options.key_file)
+            places.check_key_file(options.key_file)
     except RsupError as error:
         raise UsageError(str(error)) from None
 

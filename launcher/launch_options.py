@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rsup.launcher.phases_option import LaunchPhase
 from rsup.launcher.redaction import redact_command
+from rsup.launcher.slurm.environment import SlurmPlace
 from rsup.supervisor import places
 from rsup.supervisor.wire import EXIT_NO_REQUEUE, InProcessPolicy, JobSpec, Limits, RestartPolicy
 
@@ -136,6 +137,18 @@ class LaunchOptions:
     no_standby: bool = False
     phases: tuple[LaunchPhase, ...] = ()
     """Stretches of the training; none: it has one, without a name."""
+    slurm: SlurmPlace | None = None
+    """Where in SLURM this launch is; None: outside of any job."""
+    slurm_requeue: str = "auto"
+    """`auto`: at its end the launch asks SLURM for what its exit code means. `off`."""
+    meeting_ports: tuple[int, ...] = ()
+    """Where the first node of a SLURM step may answer, the usual port first; empty: at `rdzv_endpoint`, as somebody chose
+    it."""
+    asks_for_end: bool = False
+    """Nobody has said when the job ends, and SLURM may know."""
+    gate_refusal: str = ""
+    """Why no rank may be started here: the gate knows something against a node of ours. `refused_nodes`: against these."""
+    refused_nodes: tuple[str, ...] = ()
     debug: bool = False
     report_fd: int | None = None
     """Where the Python API hears how the launch goes; None: it is a command."""

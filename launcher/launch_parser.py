@@ -17,11 +17,13 @@ from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.nodes_options import (
     JOIN_KEY,
     LAST_CALL_KEY,
+    nodes_of_step,
     read_meeting_point,
     read_nnodes,
     read_node_rank,
     read_rdzv_backend,
     read_rdzv_conf,
+    read_rdzv_id,
 )
 from rsup.launcher.option_table import BadValue, CommandLineError, Option, OptionIndex
 from rsup.launcher.option_values import UNLIMITED_WORDS, OptionValues
@@ -33,9 +35,12 @@ from rsup.launcher.own_options import (
     read_modules,
     read_ranks_filter,
     read_slurm_job_id,
+    read_state_dir,
     read_supervisor,
 )
 from rsup.launcher.phases_option import PHASES_OPTIONS, read_phases
+from rsup.launcher.scheduler_deadline import VARIABLE
+from rsup.launcher.slurm.environment import check_tasks, read_place
 from rsup.launcher.torchrun_options import (
     TORCHRUN_OPTIONS,
     read_filters,
@@ -44,7 +49,6 @@ from rsup.launcher.torchrun_options import (
     read_signals,
     read_streams,
 )
-from rsup.supervisor import places
 from rsup.supervisor.wire import InProcessPolicy, UsageError
 
 ALL_OPTIONS: Sequence[Option] = (*TORCHRUN_OPTIONS, *OWN_OPTIONS, *GRACE_OPTIONS, *PHASES_OPTIONS, *FT_OPTIONS)
@@ -128,11 +132,15 @@ def _with_script(values: OptionValues, line: CommandLine) -> LaunchOptions:
 def _with_nodes(
     options: LaunchOptions, values: OptionValues, environ: Mapping[str, str], count: DeviceCounters
 ) -> LaunchOptions:
-    min_nodes, max_nodes = read_nnodes(values)
+    place = read_place(environ)
+    if place is not None:
+        check_tasks(place)
+    min_nodes, max_nodes = read_nnodes(values) if place is None else nodes_of_step(values, place)
     standalone = values.switch("standalone")
     if standalone and max_nodes > 1:
         values.fail("nnodes", "--standalone is for one node; give --rdzv-endpoint HOST:PORT of the first node instead")
-    num_ranks = read_nproc_per_node(values, count)
+    slurm_gpus = place.num_gpus if place is not None and not values.given("nproc_per_node") else 0
+    num_ranks = slurm_gpus or read_nproc_per_node(values, count)
     rdzv_conf = read_rdzv_conf(values)
     endpoint, master_port = read_meeting_point(values, max_nodes)
     threads = _read_threads(values, environ, num_ranks, count)
@@ -144,7 +152,8 @@ def _with_nodes(
         omp_num_threads=threads,
         standalone=standalone,
         rdzv_backend=read_rdzv_backend(values),
-        rdzv_id="none" if standalone else values.text("rdzv_id") or "none",
+        rdzv_id="none" if standalone else read_rdzv_id(values, max_nodes, place),
+        slurm=place,
         rdzv_conf=rdzv_conf,
         rdzv_endpoint=endpoint,
         master_addr=values.text("master_addr").strip("[]"),
@@ -187,6 +196,7 @@ def _with_times(options: LaunchOptions, values: OptionValues, environ: Mapping[s
         stop_grace=_seconds(values, grace, None, shutdown_timeout),
         signal_graces=read_signal_graces(values),
         deadline=read_deadline(values, environ),
+        asks_for_end=not values.given("deadline") and VARIABLE not in environ,
         deadline_margin=values.seconds("deadline_margin"),
         fence_timeout=values.maybe_seconds("fence_timeout", above=0),
         supervisor_grace=values.seconds("supervisor_grace"),
@@ -225,7 +235,8 @@ def _with_own(options: LaunchOptions, values: OptionValues, environ: Mapping[str
         resume=values.switch("resume") or (requeued and bool(job_id or slurm_job_id)),
         restart=values.text("restart"),
         on_hang=values.text("on_hang"),
-        state_dir=places.state_dir(values.maybe_text("state_dir")),
+        state_dir=read_state_dir(values, options.slurm, environ),
+        slurm_requeue=values.text("slurm_requeue"),
         result_file=_path(values, "result_file"),
         supervisor=read_supervisor(values),
         require_supervisor=values.switch("require_supervisor"),
@@ -245,7 +256,7 @@ def _check_together(options: LaunchOptions) -> None:
         raise BadValue("--resume: which job? Add --job-id")
     if options.require_supervisor and not options.supervisor:
         raise BadValue("--require-supervisor: which one? Add --supervisor HOST:PORT, or set RSUP_SUPERVISOR")
-    if options.max_nodes == 1 or options.rdzv_endpoint:
+    if options.max_nodes == 1 or options.rdzv_endpoint or (options.slurm is not None and options.slurm.in_step):
         return
     if not options.supervisor:
         raise BadValue(f"--nnodes {options.max_nodes}: where do they meet? Add --rdzv-endpoint HOST:PORT of the first node")

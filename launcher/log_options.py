@@ -97,12 +97,12 @@ class LogOptions:
         template = self.line_prefix_template
         if template is None:
             template = os.environ.get(PREFIX_VARIABLE) or DEFAULT_PREFIX
-        values = (self.role, rank, local_rank, places.this_host(), attempt, stream)
+        values = (self.role, rank, local_rank, places.this_node(), attempt, stream)
         return prefix_text(template, dict(zip(PREFIX_FIELDS, values, strict=True)))
 
     def json_lines(self, local_rank: int, rank: int, stream: str, attempt: int) -> JsonLines | None:
         """What makes objects of the stream's lines; None: they are printed as they are."""
-        return JsonLines(places.this_host(), stream, rank, local_rank, attempt) if self.as_json else None
+        return JsonLines(places.this_node(), stream, rank, local_rank, attempt) if self.as_json else None
 
     def _shows(self, local_rank: int, rank: int) -> bool:
         locally = not self.local_ranks_filter or local_rank in self.local_ranks_filter

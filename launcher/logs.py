@@ -77,7 +77,7 @@ class LogPump:
         """Make the log directory and start the threads. `names`: who chooses the files instead. `stdout`, `stderr`: default
         sys.stdout and sys.stderr as they are now. Raise `LogDirError` naming the path if it cannot be written."""
         self._options = options
-        self._own = JsonLines(places.this_host(), OWN_STREAM) if options.as_json else None
+        self._own = JsonLines(places.this_node(), OWN_STREAM) if options.as_json else None
         self._names = names
         self._named: Mapping[int, RankFiles] = {}
         self._tree = LogTree(options)

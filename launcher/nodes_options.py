@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rsup.launcher.option_table import BadNodeRange, BadValue, did_you_mean
 from rsup.launcher.option_values import OptionValues
+from rsup.launcher.slurm.environment import SlurmPlace
 from rsup.supervisor import places
 from rsup.supervisor.wire import UsageError
 
@@ -40,6 +41,24 @@ def read_nnodes(values: OptionValues) -> tuple[int, int]:
     if largest > _MAX_NODES:
         values.fail("nnodes", f"must be at most {_MAX_NODES}")
     return smallest, largest
+
+
+def nodes_of_step(values: OptionValues, place: SlurmPlace) -> tuple[int, int]:
+    """As `read_nnodes`; where nobody has said it, all nodes of the SLURM step."""
+    if not values.given("nnodes") and not values.switch("standalone"):
+        if not place.in_step and place.num_job_nodes > 1:
+            values.notes.append(
+                f"job {place.job} has {place.num_job_nodes} nodes, and this launch is on one: write srun rsup launch for all of"
+                " them"
+            )
+        return place.num_nodes, place.num_nodes
+    return read_nnodes(values)
+
+
+def read_rdzv_id(values: OptionValues, max_nodes: int, place: SlurmPlace | None) -> str:
+    """What the agents of a job have in common; the SLURM step, where nobody has said it."""
+    named = values.text("rdzv_id") or "none"
+    return place.group if named == "none" and place is not None and place.in_step and max_nodes > 1 else named
 
 
 def read_rdzv_backend(values: OptionValues) -> str:

@@ -38,7 +38,10 @@ _ENDING = """\
 | `XDG_RUNTIME_DIR` | Sockets, spools and heartbeat boards live in `rsup` below it; else in `/tmp/rsup-UID`. |
 | `CUDA_VISIBLE_DEVICES` | GPUs that `--nproc-per-node gpu` counts, and that the ranks see. |
 | `SLURM_JOB_ID` | Default of `--job-id`; a second launch beside the first gets a generated one. |
-| `SLURM_NODEID` | Default of `--node-rank` in a step with one task on each node. |
+| `SLURM_STEP_*` | In a step (`srun rsup launch`, one task a node) they tell nodes, place and meeting point. |
+| `SLURMD_NODENAME` | This node's name, in a SLURM job. |
+| `RSUP_PORT_RANGE` | `LOW-HIGH`: where the first node of a SLURM step answers the others; 10000-29999. |
+| `RSUP_NODE_ROOT` | Before the paths of the node's gate (`/run/rsup`, `/etc/rsup`), for tests. |
 | `SLURM_RESTART_COUNT` | More than 0: as `--resume`. |
 """
 

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rsup.launcher.log_lines import PREFIX_FIELDS
 from rsup.launcher.option_table import BadValue, Option, did_you_mean
 from rsup.launcher.option_values import OptionValues
+from rsup.launcher.slurm.environment import SlurmPlace
 from rsup.supervisor import places
 from rsup.supervisor.wire import UsageError
 
@@ -108,7 +110,8 @@ OWN_OPTIONS: Sequence[Option] = (
         ("--supervisor",),
         env="RSUP_SUPERVISOR",
         shown_default="one of the job's own",
-        meaning="Address of a shared supervisor: `HOST:PORT`, `tcp://HOST:PORT` or `ipc://PATH`.",
+        meaning="Address of a shared supervisor: `HOST:PORT`, `tcp://HOST:PORT` or `ipc://PATH`; several, of which one leads,"
+        " are separated by commas.",
     ),
     Option(
         ("--require-supervisor",),
@@ -126,8 +129,15 @@ OWN_OPTIONS: Sequence[Option] = (
     Option(
         ("--state-dir",),
         env="RSUP_STATE_DIR",
-        shown_default="`~/.local/state/rsup`",
+        shown_default="`~/.local/state/rsup`; in a SLURM job, `slurm/CLUSTER-JOB` below it",
         meaning="Directory of the store, tokens and results.",
+    ),
+    Option(
+        ("--slurm-requeue",),
+        default="auto",
+        choices=("auto", "off"),
+        meaning="In a SLURM batch job: `auto` requeues it after 16 (without the suspect's node) and 88, and calls off what"
+        " would go on with it after 93. `off`: only the exit code says so.",
     ),
     Option(
         ("--result-file",),
@@ -241,6 +251,16 @@ def read_slurm_job_id(environ: Mapping[str, str]) -> str:
     return number if number.isascii() and number.isdecimal() else ""
 
 
+def read_state_dir(values: OptionValues, place: SlurmPlace | None, environ: Mapping[str, str]) -> Path:
+    """The state directory; in a SLURM job where nobody has named one, a folder for this job in the user's: an embedded
+    supervisor lives and dies with its job, so jobs do not share one."""
+    given = values.maybe_text("state_dir")
+    found = places.state_dir(given)
+    if given or environ.get("RSUP_STATE_DIR") or place is None:
+        return found
+    return found / "slurm" / f"{place.cluster}-{place.job}"
+
+
 def read_modules(values: OptionValues, dest: str) -> tuple[str, ...]:
     """Names of modules separated by commas."""
     names = tuple(name.strip() for name in (values.maybe_text(dest) or "").split(",") if name.strip())
@@ -250,8 +270,12 @@ def read_modules(values: OptionValues, dest: str) -> tuple[str, ...]:
 
 
 def read_supervisor(values: OptionValues) -> str:
-    """ZeroMQ address of the shared supervisor; empty: none was named."""
-    text = (values.maybe_text("supervisor") or "").strip()
+    """ZeroMQ address of the shared supervisor, or of several, separated by commas; empty: none was named."""
+    parts = [part.strip() for part in (values.maybe_text("supervisor") or "").split(",")]
+    return ",".join(dict.fromkeys(_read_address(values, part) for part in parts if part))
+
+
+def _read_address(values: OptionValues, text: str) -> str:
     if not text or (text.startswith("ipc://") and len(text) > len("ipc://")):
         return text
     try:

@@ -162,6 +162,13 @@ class SurvivorsNamed(Struct, frozen=True):
     survivors: tuple[str, ...]
 
 
+class NodeGivenUp(Struct, frozen=True):
+    """The scheduler has given up a node of the job that does not answer; `why` is a clause."""
+
+    node: str
+    why: str
+
+
 class Tick(Struct, frozen=True):
     """Ten times a second. Every deadline is looked at here and only here."""
 
@@ -186,6 +193,7 @@ Event = (
     | Noticed
     | HealthRead
     | SurvivorsNamed
+    | NodeGivenUp
     | Tick
 )
 

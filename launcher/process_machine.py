@@ -61,6 +61,7 @@ from rsup.launcher.process_events import (
     Event,
     HealthRead,
     Moment,
+    NodeGivenUp,
     Noticed,
     OrderArrived,
     Overdue,
@@ -117,16 +118,24 @@ def _heard(turn: Turn, epoch: int) -> None:
 def _welcomed(turn: Turn, event: Welcomed) -> None:
     _heard(turn, max(turn.state.epoch, event.welcome.epoch))
     welcome, store = event.welcome, event.welcome.supervisor.store
-    if turn.state.store and store != turn.state.store:
+    if _is_another_store(turn.state, welcome.supervisor):
         turn.set(last_command=0)  # a supervisor with another store counts from 1
     if not turn.state.joined:
         say_waiting_later(turn)
     turn.set(
         store=store or turn.state.store,
+        store_id=welcome.supervisor.store_id or turn.state.store_id,
         joined=True,
         job_id=welcome.job_id,
         run=welcome.run,
     )
+
+
+def _is_another_store(state: AgentState, supervisor: wire.SupervisorInfo) -> bool:
+    """By its id where both supervisors named one: two on one database may spell its address in different ways."""
+    if state.store_id and supervisor.store_id:
+        return state.store_id != supervisor.store_id
+    return bool(state.store) and state.store != supervisor.store
 
 
 def _refused(turn: Turn, event: Refused) -> None:
@@ -177,6 +186,11 @@ def _start_attempt(turn: Turn, command: wire.StartAttempt) -> None:
     if turn.state.signum:  # the order crossed our news of the signal: nothing new is started for a user who said stop
         name = signal_name(turn.state.signum)
         turn.fact(wire.StartFailed(turn.now.wall_us, command.attempt, f"the launcher received {name}", 128 + turn.state.signum))
+        turn.fact(wire.RanksGone(turn.now.wall_us, command.attempt))
+    elif turn.state.start is None and (
+        why := turn.state.settings.gate_refusal
+    ):  # the first start of this launch: all have joined
+        turn.fact(wire.StartFailed(turn.now.wall_us, command.attempt, why, wire.EXIT_REQUEUE))
         turn.fact(wire.RanksGone(turn.now.wall_us, command.attempt))
     elif turn.state.phase in HAS_PROCESSES:
         turn.set(next_start=command)
@@ -280,6 +294,10 @@ def _survivors_named(turn: Turn, event: SurvivorsNamed) -> None:
         turn.do(PrintReport(f"rsup: {text}"))
 
 
+def _node_given_up(turn: Turn, event: NodeGivenUp) -> None:
+    turn.fact(wire.NodeLost(turn.now.wall_us, event.node, event.why))
+
+
 def _rank_message(turn: Turn, event: RankMessage) -> None:
     if event.attempt == turn.state.attempt and event.local_rank < len(turn.state.ranks):
         process_requests.hear(turn, event)
@@ -348,6 +366,7 @@ _HANDLERS: dict[type, _Handler] = {
     Noticed: _noticed,
     HealthRead: _health_read,
     SurvivorsNamed: _survivors_named,
+    NodeGivenUp: _node_given_up,
     Tick: tick,
 }
 

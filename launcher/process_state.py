@@ -55,6 +55,9 @@ class Settings(Struct, frozen=True):
     meeting: str = ""
     """Where the supervisor is, as the user wrote it; empty: embedded."""
 
+    gate_refusal: str = ""
+    """Why no rank may be started here; empty: nothing is against it."""
+
     def grace_of(self, signum: int) -> float:
         """From that signal until the ranks are killed."""
         return self.signal_graces_s.get(signum, self.stop_grace_s)
@@ -138,6 +141,7 @@ class AgentState(Struct, frozen=True):
     epoch: int = 0
     store: str = ""
     """The supervisor's store: another one knows nothing of the commands that we performed."""
+    store_id: str = ""
     last_command: int = 0
     start: wire.StartAttempt | None = None
     """The order that the current or last attempt was started with."""

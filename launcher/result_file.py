@@ -42,9 +42,10 @@ def write_results(
     *,
     is_first_node: bool = True,
     failures: Sequence[dict[str, Any]] = (),
+    avoid_nodes: Sequence[str] = (),
 ) -> list[str]:
     """Write the result to `result_file` where one is named, and to `jobs/<id>.<run>/result.json` of the state directory.
-    `failures`: of `failures_of`.
+    `failures`: of `failures_of`. `avoid_nodes`: on which the job must not run again.
 
     Each file is replaced at once, never half-written. Returns a line for each that could not be written; never raises for it.
     """
@@ -55,6 +56,7 @@ def write_results(
         "reason": result.reason,
         "rank": result.rank,
         "node": result.node,
+        "avoid_nodes": list(avoid_nodes),
         "attempts": result.attempts,
         "failures": list(failures),
         "written_us": wire.now_us(),

@@ -22,9 +22,9 @@ _GREETING_BYTES = 10
 
 @dataclass(frozen=True)
 class Route:
-    """`address` empty: embedded. `listen`: where an embedded one must answer other nodes of the job. `shared`: named by the
-    user, so that an embedded one may stand in for it. `claim`: held while this agent is the one that listens. `note`: a line
-    for people about the choice."""
+    """`address` empty: embedded; several supervisors, of which one leads, are separated by commas. `listen`: where an
+    embedded one must answer other nodes of the job. `shared`: named by the user, so that an embedded one may stand in for it.
+    `claim`: held while this agent is the one that listens. `note`: a line for people about the choice."""
 
     address: str = ""
     listen: str = ""
@@ -54,6 +54,8 @@ def choose_route(options: LaunchOptions) -> Route:
     if not options.rdzv_endpoint:
         raise UsageError(f"--nnodes {options.max_nodes} needs a place to meet: --rdzv-endpoint HOST:PORT, or --supervisor")
     host, port = places.split_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+    if options.meeting_ports:
+        return _route_of_step(options, host)
     address = places.tcp_address(host, port)
     endpoint = address.removeprefix("tcp://")
     found = find_host(host, port)
@@ -67,6 +69,19 @@ def choose_route(options: LaunchOptions) -> Route:
         note = f"{_no_address(host, found)} It is tried until --join-timeout is over"
     claim = _claim(endpoint) if listen else None
     return Route(listen=listen, claim=claim, note=note) if claim else Route(address, note="" if listen else note)
+
+
+def _route_of_step(options: LaunchOptions, host: str) -> Route:
+    """In a SLURM step without an endpoint of the user's: the first node listens at the first free port of the step's, on all
+    its addresses, since nodes may know it by several; the others try these ports in turn."""
+    if options.node_rank != 0:
+        return Route(",".join(places.tcp_address(host, port) for port in options.meeting_ports))
+    for port in options.meeting_ports:
+        listen = _all_addresses(port)
+        if _is_free(*places.split_endpoint(listen)) and (claim := _claim(listen)):
+            return Route(listen=listen, claim=claim)
+    ports = " and ".join(map(str, options.meeting_ports))
+    raise UsageError(f"ports {ports} of this node are in use; give --rdzv-endpoint HOST:PORT, or RSUP_PORT_RANGE=LOW-HIGH")
 
 
 def find_host(host: str, port: int) -> Whereabouts:
@@ -135,7 +150,8 @@ def reachable_host(options: LaunchOptions, route: Route) -> str:
     host = places.split_endpoint(route.listen)[0] if route.listen else ""
     if host not in ("", "::", "0.0.0.0"):
         return host
-    target = route.address.removeprefix("tcp://") if route.address.startswith("tcp://") else options.rdzv_endpoint
+    first = next((address for address in route.address.split(",") if address.startswith("tcp://")), "")
+    target = first.removeprefix("tcp://") or options.rdzv_endpoint
     if target:
         try:
             return _source_address(*places.split_endpoint(target, DEFAULT_PORT))

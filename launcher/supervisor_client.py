@@ -1,4 +1,7 @@
-"""An agent's end of the link to its supervisor: one ZeroMQ DEALER whose identity is the agent's.
+"""An agent's end of the link to its supervisor: one ZeroMQ DEALER.
+
+Its identity is a secret of this process: who knows the agent's id only cannot take over its connection. A supervisor of an
+older release wants the id itself there: it gets it once a connection has said `Hello` in vain `_HELLOS_IN_VAIN` times.
 
 Nothing here blocks: every send and receive returns at once, and what cannot be sent now stays in the spool. The owner polls
 `fileno()` for reading and calls `poll` when it is readable and at least every 0.5 s; it calls `send_report` every second, and
@@ -7,10 +10,15 @@ at once after it put facts into the spool.
 Delivery: facts go out once per connection, in order, within a window; what is not acknowledged for `RESEND_S`, or when a
 supervisor has welcomed us anew, goes out again. The supervisor drops what it has. `Hello` is repeated until it is answered,
 and again when nothing was heard for `SILENCE_S`: the supervisor answers every report.
+
+Several supervisors may share one database, of which one leads: the client dials one address at a time. The next is tried when
+the connection is lost, when nothing is heard for `NEXT_AFTER_S`, and at once when what answers only stands by; once all have
+been tried in vain it stays for `STAY_S` where something answered, which may be about to lead.
 """
 
 import logging
 import os
+import secrets
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +27,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from rsup.launcher.hello_credential import HelloCredentials
 from rsup.launcher.spool import Spool
 from rsup.supervisor import wire
 from rsup.supervisor.places import LinkKey
@@ -31,8 +40,11 @@ RESEND_S = 2.0
 MAX_REPORT_FACTS = 256
 MAX_REPORT_BYTES = 1024 * 1024
 MAX_FACTS_IN_FLIGHT = 1024
+NEXT_AFTER_S = 1.5
+STAY_S = 5.0
 _MAX_MESSAGES_A_POLL = 256
 _FAILED_HANDSHAKES_OF_A_WRONG_KEY = 3
+_HELLOS_IN_VAIN = 5
 _QUEUE_MESSAGES = 64
 
 _log = logging.getLogger(__name__)
@@ -43,7 +55,8 @@ class LinkRefused(RsupError):
 
 
 class SupervisorClient:
-    """The link of one agent. `clock` is monotonic, in seconds. Single-threaded; `close` when done."""
+    """The link of one agent. `address`: of one supervisor, or of several, separated by commas. `clock` is monotonic, in
+    seconds. Single-threaded; `close` when done."""
 
     def __init__(
         self,
@@ -55,6 +68,7 @@ class SupervisorClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
+        """The one that is dialled now."""
         self.agent = agent
         self.spec = spec
         self.spool = spool
@@ -65,6 +79,8 @@ class SupervisorClient:
         self.job_id = ""
         """The job, once a supervisor has named it. `run` counts its runs."""
         self.run = 0
+        self.standby_note = ""
+        """Why a supervisor that answered decides nothing, empty if none has said so since the last welcome."""
         self.num_bad_messages = 0
         self._key = key
         self._clock = clock
@@ -76,7 +92,17 @@ class SupervisorClient:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._connect(address)
+        self._notes: list[str] = []
+        self._welcomed_by = ""
+        self._leave_s: float | None = None
+        """When to dial the next supervisor, None: stay."""
+        self._is_staying = False
+        self._hello_at_s: float | None = None
+        self._credentials = HelloCredentials(agent.agent_id, self._wake)
+        self._secret_identity = secrets.token_hex(16)
+        self._plain_identity = False
+        self._stale_identity = False
+        self._use(address)
 
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` has something to do."""
@@ -91,7 +117,16 @@ class SupervisorClient:
         """Talk to the supervisor at `address` from now on. The same address: dial it anew."""
         self._disconnect()
         self._key = key
-        self._connect(address)
+        self._use(address)
+
+    @property
+    def all_addresses(self) -> str:
+        """Of every supervisor that may lead, the one in use first, separated by commas."""
+        return ",".join(dict.fromkeys([self.address, *self._addresses]))
+
+    def take_note(self) -> str:
+        """A line for people about the supervisor in use, once; empty if there is none."""
+        return self._notes.pop(0) if self._notes else ""
 
     def poll(self) -> list[ToAgent]:
         """Return what has come; send `Hello` where it is due. Raise `LinkRefused` if the keys do not fit at first contact."""
@@ -101,6 +136,12 @@ class SupervisorClient:
         now_s = self._clock()
         if self._welcomed and self.last_heard_s is not None and now_s - self.last_heard_s >= SILENCE_S:
             self._welcomed = False
+            self._leave_s = now_s
+        self._go_on_if_due(now_s)
+        if self._stale_identity:
+            self._stale_identity = self._plain_identity = False
+            self._disconnect()
+            self._connect(self.address)
         self._say_hello_if_due(now_s)
         if self._welcomed:
             self._send_facts(now_s)
@@ -126,24 +167,85 @@ class SupervisorClient:
 
     def close(self, linger_s: float = 0.2) -> None:
         """Close the link; wait at most `linger_s` for what is still going out."""
+        self._credentials.close()
         self._disconnect(linger_ms=int(linger_s * 1000))
         self._context.term()
         self._epoll.close()
         os.close(self._wake_fd)
+
+    # -------------------------------------------------------------------------------------------- several supervisors
+
+    def _use(self, addresses: str) -> None:
+        self._addresses = list(dict.fromkeys(part.strip() for part in addresses.split(",") if part.strip()))
+        self._hint = ""
+        self._leader = ""
+        self._tried: set[str] = set()
+        self._refusing: set[str] = set()
+        self._connect(self._addresses[0] if self._addresses else addresses)
+
+    def _candidates(self) -> list[str]:
+        hint = [self._hint] if self._hint and self._hint not in self._addresses else []
+        return [address for address in (*self._addresses, *hint) if address not in self._refusing]
+
+    def _go_on_if_due(self, now_s: float) -> None:
+        """Dial the next supervisor where this one is not it."""
+        candidates = self._candidates()
+        if self._welcomed or self._leave_s is None or now_s < self._leave_s or not set(candidates) - {self.address}:
+            return
+        untried = [address for address in candidates if address not in self._tried and address != self.address]
+        if not untried:
+            self._tried.clear()
+            untried = [address for address in candidates if address != self.address]
+        after = candidates.index(self.address) if self.address in candidates else -1
+        following = next((address for address in candidates[after + 1 :] if address in untried), untried[0])
+        self._tried.add(self.address)
+        self._disconnect()
+        self._connect(following)
+
+    def _goes_elsewhere(self, message: ToAgent) -> bool:
+        """Another job's supervisor has answered: go on to the next address, where there is one."""
+        if not (isinstance(message, Refusal) and message.elsewhere and len(self._candidates()) > 1):
+            return False
+        self._tried.add(self.address)
+        self._leave_s = self._clock()
+        return True
+
+    def _take_standby(self, said: wire.StandsBy) -> None:
+        """Go on at once where another may lead; where all have been tried, give this one time to take over."""
+        now_s = self._clock()
+        self.standby_note = said.message
+        if said.instance != self._leader:
+            self._leader = said.instance
+            self._tried.clear()
+        self._hint = said.leader if said.leader.startswith("tcp://") else ""
+        self._tried.add(self.address)
+        if self._welcomed:
+            self._welcomed = False
+            self._hello_at_s = now_s
+        all_tried = all(address in self._tried for address in self._candidates())
+        if not all_tried:
+            self._leave_s = now_s
+        elif not self._is_staying:
+            self._is_staying = True
+            self._leave_s = now_s + STAY_S
 
     # ------------------------------------------------------------------------------------------------------- socket
 
     def _connect(self, address: str) -> None:
         self.address = address
         self._welcomed = False
-        self._hello_at_s: float | None = None
+        self._hello_at_s = None
         self._hello_every_s = HELLO_EVERY_S
+        self._num_hellos = 0
+        self._heard_here = False
         self._sent = self.spool.acked
         self._ack_moved_s = self._clock()
         self._failed_handshakes = 0
         self._dialled_s = self._clock()
+        self._leave_s = self._dialled_s + NEXT_AFTER_S
+        self._is_staying = False
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self.agent.agent_id.encode())
+        socket.setsockopt(zmq.IDENTITY, (self.agent.agent_id if self._plain_identity else self._secret_identity).encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
@@ -179,6 +281,10 @@ class SupervisorClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
 
+    def _wake(self) -> None:
+        """From another thread: a credential is there."""
+        os.eventfd_write(self._wake_fd, 1)
+
     def _clear_wake(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
@@ -211,6 +317,8 @@ class SupervisorClient:
                 self._failed_handshakes = 0
                 self._hello_at_s = None
             elif kind == zmq.Event.DISCONNECTED:
+                if self._welcomed or self._is_staying:
+                    self._leave_s = self._clock()
                 self._welcomed = False
             elif kind in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_AUTH):
                 self._refuse_key()
@@ -220,7 +328,18 @@ class SupervisorClient:
                     self._refuse_key()
 
     def _refuse_key(self) -> None:
-        """A supervisor that had welcomed us and now refuses is left to itself: training goes on, we keep dialling."""
+        """A supervisor that had welcomed us and now refuses is left to itself: training goes on, we keep dialling. One of
+        several is left out from now on, in a line."""
+        if self.address in self._refusing:
+            return
+        if len(self._candidates()) > 1:
+            self._refusing.add(self.address)
+            self._leave_s = self._clock()
+            self._notes.append(
+                f"the supervisor at {self.address} does not take our key, so it cannot take over: give all supervisors "
+                "the same --key-file"
+            )
+            return
         if self.supervisor is None:
             problem = "refuses our key" if self._key is not None else "asks for a key and we have none"
             raise LinkRefused(
@@ -243,8 +362,12 @@ class SupervisorClient:
                 if self.num_bad_messages & (self.num_bad_messages - 1) == 0:
                     _log.warning("%d bad messages of the supervisor, the last: %s", self.num_bad_messages, error)
                 continue
+            self._heard_here = True
+            taken = self._take(message)
+            if isinstance(taken, wire.StandsBy) or self._goes_elsewhere(taken):
+                continue
             self.last_heard_s = self._clock()
-            messages.append(self._take(message))
+            messages.append(taken)
         return messages
 
     def _take(self, message: ToAgent) -> ToAgent:
@@ -254,6 +377,8 @@ class SupervisorClient:
             self._take_welcome(message)
         elif isinstance(message, Order):
             self._take_ack(message.acked_fact)
+        elif isinstance(message, wire.StandsBy):
+            self._take_standby(message)
         return message
 
     def _take_welcome(self, welcome: Welcome) -> None:
@@ -263,6 +388,13 @@ class SupervisorClient:
             self.spool.rebase(acked)
         else:
             self.spool.acknowledge(acked)
+        if self._welcomed_by not in ("", self.address):
+            self._notes.append(f"the supervisor at {self.address} goes on in place of the one at {self._welcomed_by}")
+        self._welcomed_by = self.address
+        self._stale_identity = self._plain_identity and welcome.secret_identities
+        self.standby_note = ""
+        self._tried.clear()
+        self._leave_s = None
         self.supervisor = welcome.supervisor
         self.job_id, self.run = welcome.job_id, welcome.run
         self._welcomed = True
@@ -281,9 +413,19 @@ class SupervisorClient:
     def _say_hello_if_due(self, now_s: float) -> None:
         if self._welcomed or (self._hello_at_s is not None and now_s - self._hello_at_s < self._hello_every_s):
             return
+        if self._num_hellos >= _HELLOS_IN_VAIN and not self._heard_here and not self._plain_identity:
+            self._plain_identity = True
+            self._disconnect()
+            self._connect(self.address)
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            return  # no connection: a credential for it would grow old
+        credential = self._credentials.take(self.address, keyed=self._key is not None)
+        if credential is None:
+            return
         speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
-        hello = wire.Hello(speaks, wire.RELEASE, self.agent, self.spec, self._epoch, self._attempt, self.job_id, self.run)
-        if self._send(hello):
+        told = (self.agent, self.spec, self._epoch, self._attempt, self.job_id, self.run, credential)
+        if self._send(wire.Hello(speaks, wire.RELEASE, *told)):
+            self._num_hellos += 1
             self._hello_at_s = now_s
             self._hello_every_s = min(self._hello_every_s * 1.1, HELLO_EVERY_MAX_S)
 

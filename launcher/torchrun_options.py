@@ -43,11 +43,15 @@ def _option(
 
 TORCHRUN_OPTIONS: Sequence[Option] = (
     _option(
-        "--nnodes", default="1:1", meaning="Number of nodes, or `MIN:MAX` for an elastic job; nodes above MAX wait as spares."
+        "--nnodes",
+        default="1:1",
+        shown_default="1:1; in a SLURM step, all its nodes",
+        meaning="Number of nodes, or `MIN:MAX` for an elastic job; nodes above MAX wait as spares.",
     ),
     _option(
         "--nproc-per-node",
         default="1",
+        shown_default="1; in a SLURM job, as many as it has GPUs on the node",
         meaning="Ranks on this node: a number, `gpu`, `xpu` or `cpu` for one per device or core, `auto` for GPUs, else cores.",
     ),
     _option(

@@ -15,7 +15,7 @@ class ThisHost:
     """The host that this process runs on, in this boot."""
 
     def __init__(self) -> None:
-        self.name = places.this_host()
+        self.name = places.this_node()
         self._boot_id = places.boot_id()
 
     def look(self, agent: AgentInfo, silent_s: float) -> AgentSeen:

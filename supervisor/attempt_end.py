@@ -321,6 +321,8 @@ def _verdict(state: JobState) -> tuple[Verdict, Budget]:
     asked = asked_for(state, failure)
     if asked is not None:
         return asked, state.budget
+    if failure.kind == "start-failed" and failure.exit_code == EXIT_REQUEUE:
+        return Verdict(False, EXIT_REQUEUE, "no restart: the job is to run again on other nodes"), state.budget
     if failure.kind == "start-failed" and failure.exit_code == EXIT_USAGE and state.attempt == 1:
         return Verdict(False, EXIT_USAGE, "no restart: nothing of the job has run"), state.budget
     rerun = left_for(state)

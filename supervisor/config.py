@@ -36,6 +36,15 @@ def _setting(default: object, flag: str, env: str, kind: str, metavar: str, text
     return field(default=default, metadata={"option": Option(flag, env, kind, metavar, text)})
 
 
+CHOICES = {
+    "drains": ("off", "propose", "act"),
+    "drain_after": ("second", "one"),
+    "quarantine_by": ("drain", "reservation"),
+    "bad_gpu": ("drain", "refuse"),
+}
+"""Settings with few possible words."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a supervisor was started with."""
@@ -59,6 +68,20 @@ class Settings:
     key_file: str = _setting(
         "", "--key-file", "RSUP_KEY_FILE", "text", "FILE", "secret of the TCP link, mode 0600 (STATE_DIR/key)"
     )
+    operators: tuple[str, ...] = _setting(
+        (), "--operators", "RSUP_OPERATORS", "list", "USER|@GROUP", "serve: who may do everything, beside root and its own user"
+    )
+    socket_dir: str = _setting(
+        "",
+        "--socket-dir",
+        "RSUP_SOCKET_DIR",
+        "text",
+        "DIR",
+        f"serve: where this host's users connect, rest.sock and rpc.sock ({places.SYSTEM_SOCKET_DIR} under systemd)",
+    )
+    munge_socket: str = _setting(
+        "", "--munge-socket", "RSUP_MUNGE_SOCKET", "text", "FILE", "socket of munged, where it is not at its usual place"
+    )
     idle_exit: float | None = _setting(
         None, "--idle-exit", "RSUP_IDLE_EXIT", "seconds", "SECONDS", "embedded: end so long after the last job (60)"
     )
@@ -72,6 +95,58 @@ class Settings:
         "switch",
         "",
         "let evidence of injected faults move states (always so when embedded)",
+    )
+    drains: str = _setting(
+        "propose",
+        "--drains",
+        "RSUP_DRAINS",
+        "text",
+        "MODE",
+        "serve: what is done in SLURM about quarantined nodes: off, propose (listed and counted), act",
+    )
+    drain_after: str = _setting(
+        "second",
+        "--drain-after",
+        "RSUP_DRAIN_AFTER",
+        "text",
+        "WHEN",
+        "drain for a verdict at its first episode (one), or at a second independent one (second)",
+    )
+    quarantine_by: str = _setting(
+        "drain", "--quarantine-by", "RSUP_QUARANTINE_BY", "text", "HOW", "keep jobs off a node by a drain, or by a reservation"
+    )
+    bad_gpu: str = _setting(
+        "drain",
+        "--bad-gpu",
+        "RSUP_BAD_GPU",
+        "text",
+        "HOW",
+        "drain the node of a bad GPU, or (shared nodes) only refuse jobs that hold the GPU: drain, refuse",
+    )
+    avoid_suspects: bool = _setting(
+        False,
+        "--avoid-suspects",
+        "RSUP_AVOID_SUSPECTS",
+        "switch",
+        "",
+        "act: let SLURM take suspect nodes last, by their weight",
+    )
+    scontrol: str = _setting(
+        "", "--scontrol", "RSUP_SCONTROL", "text", "COMMAND", "how to call scontrol, as `sudo -n /usr/bin/scontrol`"
+    )
+    drain_interval: float | None = _setting(
+        None, "--drain-interval", "RSUP_DRAIN_INTERVAL", "seconds", "SECONDS", "look at SLURM at least so often (10)"
+    )
+    cluster: str = _setting(
+        "", "--cluster", "RSUP_CLUSTER", "text", "NAME", "the cluster's name in snapshots (SLURM's ClusterName)"
+    )
+    signing_key_file: str = _setting(
+        "",
+        "--signing-key-file",
+        "RSUP_SIGNING_KEY_FILE",
+        "text",
+        "FILE",
+        "key that signs what gates read, mode 0600 (STATE_DIR/signing-key)",
     )
     debug: bool = _setting(False, "--debug", "RSUP_DEBUG", "switch", "", "debug lines and tracebacks")
 
@@ -188,6 +263,8 @@ def _checked(name: str, value: object, where: str) -> object:
         return tuple(endpoints)
     if not isinstance(value, str):
         raise UsageError(f"{where}: {value!r} is no text")
+    if value not in CHOICES.get(name, (value,)):
+        raise UsageError(f"{where}: {value!r} is not possible; use {', '.join(CHOICES[name])}")
     _check_endpoint(name, value, where)
     return value
 

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rsup.supervisor import daemon_files, places, principals, wire
+from rsup.supervisor import daemon_files, local_sockets, node_tokens, places, principals, wire
+from rsup.supervisor.agent_admission import Admission
 from rsup.supervisor.config import Settings
 from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.identities import Identities
+from rsup.supervisor.peer_identity import Peers, check_operators
 from rsup.supervisor.rpc_server import RpcServer
 from rsup.supervisor.wire import Hello, RsupError
 
@@ -53,7 +56,7 @@ class Daemon:
         for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR):
             signal.signal(number, signal.SIG_IGN)  # the last four: for the ranks, where SLURM signals every process of a step
         daemon_files.allow_many_connections()
-        self._server = server = RpcServer(self._link_key())
+        self._server = server = RpcServer(self._link_key(), self._admission(), admits_others=not self._settings.embedded)
         try:
             rpc = self._bind(server)
             return self._serve(server, rpc)
@@ -85,7 +88,24 @@ class Daemon:
                     raise
                 _log.warning("%s", error)
         secret = places.find_secret(self._state, self._settings.key_file or None)
-        return None if secret is None else places.link_key(secret)
+        if secret is None:
+            return None
+        key = places.link_key(secret)
+        if not self._settings.embedded:
+            daemon_files.write_public_key(self._state, key)
+        return key
+
+    def _admission(self) -> Admission:
+        """Who may speak for which agents. An embedded supervisor's users have no tokens: it serves one."""
+        settings = self._settings
+        tokens = principals.TokenBook(())
+        if not settings.embedded:
+            check_operators(settings.operators)
+            principals.make_token(self._state)
+            node_tokens.make_secret(self._state)
+            tokens = principals.read_tokens(self._state)
+        peers = Peers(not settings.embedded, settings.operators)
+        return Admission(Identities(tokens, peers, settings.munge_socket), shared=not settings.embedded)
 
     def _serves_other_hosts(self) -> bool:
         if not self._settings.embedded:
@@ -96,8 +116,9 @@ class Daemon:
 
     def _bind(self, server: RpcServer) -> str:
         """Bind what the settings name; return the address for agents of this host."""
-        addresses = list(self._settings.rpc) or [places.embedded_address(self._state)]
-        bound = [server.bind(address) for address in addresses]
+        bound = [server.bind(address) for address in local_sockets.rpc_addresses(self._settings)]
+        for address in bound:
+            local_sockets.open_to_everybody(self._settings, address)
         for endpoint in self._settings.rpc_listen:
             server.listen(endpoint)
         if self._settings.embedded and self._serves_other_hosts():
@@ -108,24 +129,68 @@ class Daemon:
         return bound[0]
 
     def _serve(self, server: RpcServer, rpc: str) -> int:
-        from rsup.supervisor.store import StoreHeld
+        """Lead until there is nothing left to do. On PostgreSQL: stand by while another leads, also after having led."""
+        from rsup.supervisor.store import StoreDamaged, StoreError, StoreHeld, StoreTooNew, StoreTooOld
 
-        try:
-            opened, turns = self._start_turns(server, rpc)
-        except StoreHeld as held:
-            return self._leave_it_to(held, server)
+        has_stood_by = False
+        while True:
+            try:
+                opened, turns = self._start_turns(server, rpc)
+            except (StoreDamaged, StoreTooNew, StoreTooOld):
+                raise
+            except StoreError as error:
+                held = isinstance(error, StoreHeld)
+                if not self._can_stand_by or not (held or has_stood_by):
+                    if not held:
+                        raise
+                    return self._leave_it_to(error, server)
+                has_stood_by = True
+                if not self._stand_by(server, error):
+                    daemon_files.tell_systemd("STOPPING=1")
+                    return 0
+                continue
+            if not self._lead(server, rpc, opened, turns):
+                return 0
+            has_stood_by = True
+
+    def _lead(self, server: RpcServer, rpc: str, opened: "OpenedStore", turns: "Turns") -> bool:
+        """Decide for the jobs of this store; True where another has taken it over and this one can stand by."""
+        lost = False
         try:
             self._announce(turns, opened, rpc)
             while not self._told_to_stop and not turns.is_over():
                 turns.one()
-            _log.info("ending: %s", "told to" if self._told_to_stop else "no job is left")
-            return 0
+            lost = turns.lost is not None and self._can_stand_by and not self._told_to_stop
+            why = "another supervisor leads" if lost else "told to" if self._told_to_stop else "no job is left"
+            _log.info("ending: %s", why)
+            return lost
         finally:
-            daemon_files.tell_systemd("STOPPING=1")
+            if not lost:
+                daemon_files.tell_systemd("STOPPING=1")
             self._withdraw()
             turns.close()
-            server.close()
+            if not lost:
+                server.close()
             opened.store.close()
+
+    @property
+    def _can_stand_by(self) -> bool:
+        return (
+            not self._settings.embedded and "://" in self._settings.database_url and "sqlite" not in self._settings.database_url
+        )
+
+    def _stand_by(self, server: RpcServer, why: RsupError) -> bool:
+        """Until the lease is free (True) or this process is told to stop (False)."""
+        from rsup.supervisor.standby import Standby
+
+        standby = Standby(self._settings, self._settings.database_url, server, self._secrets())
+        return standby.wait(lambda: self._told_to_stop, why)
+
+    def _secrets(self) -> dict[str, str]:
+        from rsup.supervisor.standby import secrets_of
+
+        key = self._link_key()
+        return secrets_of(self._settings, key.server_public if key else b"")
 
     def _start_turns(self, server: RpcServer, rpc: str) -> "tuple[OpenedStore, Turns]":
         """The store and the loop on it; for an embedded supervisor on another store where the usual one cannot be used."""
@@ -218,6 +283,8 @@ class Daemon:
             opened.announce(tcp, rest)
         except (RsupError, OSError) as error:
             _log.warning("cannot tell in the lease where this supervisor answers: %s", error)
+        if self._can_stand_by:
+            opened.tell_secrets(self._secrets())
         _log.info("rsup %s serves agents at %s, REST at %s, store %s", wire.RELEASE, rpc, rest or "-", opened.text)
         daemon_files.tell_systemd("READY=1")
 

@@ -50,6 +50,18 @@ def make_key(state: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_public_key(state: Path, key: places.LinkKey) -> None:
+    """Leave `key.pub` in the state directory, for `/etc/rsup/key.pub` of the nodes; what fails costs nobody anything."""
+    path, line = state / "key.pub", places.public_key_line(key)
+    with contextlib.suppress(OSError):
+        if path.exists() and path.read_text() == line:
+            return
+        temporary = state / f".key.pub.{os.getpid()}"
+        temporary.write_text(line)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+
+
 def log_to(folders: list[Path], *, debug: bool) -> None:
     """Log into `supervisor.log` of the first folder that has room for it, rotated at `MAX_LOG_BYTES`; else to stderr."""
     handler: logging.Handler | None = None

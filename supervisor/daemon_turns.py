@@ -9,15 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from rsup.supervisor import agents_here, lifetime, places, wire
+from rsup.supervisor import agents_here, lifetime, local_sockets, places, wire
 from rsup.supervisor.config import Settings
 from rsup.supervisor.hardware.book import Book
-from rsup.supervisor.hardware.policy import Policy, built_in, configured
+from rsup.supervisor.hardware.node_report import NodeReport, NodeReportReply
+from rsup.supervisor.hardware.policy import Policy, built_in, configured, draining_at_once
 from rsup.supervisor.hardware.verbs import VerbRequest
 from rsup.supervisor.loop import AgentKnownDead, Loop, OperatorReply, OperatorRequest, SystemClock
-from rsup.supervisor.loop_inputs import HardwareReply, HardwareRequest, Input
+from rsup.supervisor.loop_inputs import HardwareReply, HardwareRequest, Input, NodeReported, RecordsToKeep
 from rsup.supervisor.records import EvidenceSaved, JobKey, Record, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.rest_thread import RestThread
 from rsup.supervisor.rpc_server import RpcServer
@@ -26,6 +27,9 @@ from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.store import Store, StoreError, StoreHeld
 from rsup.supervisor.store_opening import OpenedStore
 from rsup.supervisor.wire import Hello, RsupError, SupervisorInfo, UsageError
+
+if TYPE_CHECKING:
+    from rsup.supervisor.slurm.drain_keeper import DrainKeeper
 
 HOUSEKEEPING_EVERY_S = 1.0
 PRUNE_EVERY_S = 60.0
@@ -88,6 +92,10 @@ class WatchedStore:
         """See `store.Store`."""
         return self._store.open_seats(uuids, serials, node)
 
+    def last_node(self, uuid: str) -> str:
+        """See `store.Store`."""
+        return self._store.last_node(uuid)
+
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`."""
         began_s = time.monotonic()
@@ -130,7 +138,8 @@ class Turns:
         self.rest = self._bind_rest(settings)
         self._rest_watched = self.rest is not None
         if self.rest is not None:
-            server.watch(self.rest.fileno(), True)
+            for fd in self.rest.filenos():
+                server.watch(fd, True)
         info = SupervisorInfo(
             instance=instance,
             pid=os.getpid(),
@@ -138,31 +147,44 @@ class Turns:
             embedded=settings.embedded,
             rest=self.rest.address if self.rest else "",
             store=opened.text,
+            store_id=opened.store_id,
             notice=opened.notice,
         )
+        self.drains: DrainKeeper | None = None
+        policy = device_policy(settings)
         book = Book(
             self._store,
-            device_policy(settings),
+            policy,
             accepts_injected=settings.embedded or settings.accept_injected,
         )
         self.loop = Loop(self._store, server, SystemClock(), info, self._listen, book=book)
+        if isinstance(opened.store, SqlStore):
+            self.loop.lease_doubt = opened.store.lease_doubt
+        server.known_agent = self.loop.known_agent
         try:
             self.loop.recover()
+            self.drains = self._start_drains(policy)
         except BaseException:
             self.close()
             raise
         self._tell_links()
+
+    @property
+    def lost(self) -> StoreHeld | None:
+        """Who has taken the store over, None: it is ours."""
+        return self._store.lost
 
     def is_over(self) -> bool:
         """Whether nothing is left to do here: idle for long enough, or another supervisor has the store."""
         return self._over
 
     def close(self) -> None:
-        """Stop serving REST. The server and the store are not ours."""
+        """Stop serving REST, and drains. The server and the store are not ours."""
+        if self.drains is not None:
+            self.drains.stop()
         if self.rest is not None:
             if self._rest_watched:
-                self._rest_watched = False
-                self._server.watch(self.rest.fileno(), False)
+                self._unwatch_rest()
             self.rest.stop()
 
     def one(self) -> None:
@@ -170,6 +192,7 @@ class Turns:
         received = self._server.receive(self.loop.next_wakeup_s())
         self.turned_s = now_s = time.monotonic()
         inputs: list[Input] = [*received, *self._requests()]
+        known = self.loop.hardware_changes
         if received:
             self._heard_s = now_s
         if inputs:
@@ -178,9 +201,10 @@ class Turns:
                 self._tell_links()
         if self.loop.next_wakeup_s() <= 0:
             self.loop.tick()
+        if self.drains is not None and self.loop.hardware_changes != known:
+            self.drains.wake()
         if self._rest_watched and self.rest is not None and self.rest.start_if_due():
-            self._rest_watched = False
-            self._server.watch(self.rest.fileno(), False)
+            self._unwatch_rest()
         if now_s - self._kept_house_s >= HOUSEKEEPING_EVERY_S:
             self._kept_house_s = now_s
             self._keep_house(now_s)
@@ -202,20 +226,58 @@ class Turns:
         self._server.submit(HardwareRequest(request, partial(_answer, answer)))
         return answer
 
-    def _requests(self) -> list[OperatorRequest | HardwareRequest]:
-        taken: list[OperatorRequest | HardwareRequest] = []
+    def report(self, report: NodeReport) -> "Future[NodeReportReply | None]":
+        """From any thread: hand the loop what a node's root says. Raise `rpc_server.Busy`."""
+        answer: Future[NodeReportReply | None] = Future()
+        self._server.submit(NodeReported(report, partial(_answer, answer)))
+        return answer
+
+    def keep_records(self, records: Sequence[Record]) -> "Future[bool]":
+        """From any thread: have the loop keep these. Raise `rpc_server.Busy`."""
+        answer: Future[bool] = Future()
+        self._server.submit(RecordsToKeep(records, partial(_answer, answer)))
+        return answer
+
+    def _start_drains(self, policy: Policy) -> "DrainKeeper | None":
+        """What keeps SLURM and gates in step; a shared supervisor's only. Raise `UsageError`."""
+        if self._settings.embedded or not isinstance(self._opened.store, SqlStore):
+            return None
+        from rsup.supervisor.slurm.start import start_keeper
+
+        doubt = lambda: self.loop.store_error or self.loop.lease_doubt()  # noqa: E731
+        return start_keeper(self._settings, self._opened.target, policy.guard, self.keep_records, doubt)
+
+    def _requests(self) -> list[OperatorRequest | HardwareRequest | NodeReported | RecordsToKeep]:
+        taken: list[OperatorRequest | HardwareRequest | NodeReported | RecordsToKeep] = []
         for request, future in self._server.take_requests():
-            if isinstance(request, HardwareRequest):
+            if isinstance(request, (NodeReported, RecordsToKeep)):
+                taken.append(request)
+            elif isinstance(request, HardwareRequest):
                 taken.append(replace(request, reply=_both(request.reply, future)))
             else:
                 assert isinstance(request, OperatorRequest)
                 taken.append(replace(request, reply=_both(request.reply, future)))
         return taken
 
+    def _unwatch_rest(self) -> None:
+        assert self.rest is not None
+        self._rest_watched = False
+        for fd in self.rest.filenos():
+            self._server.watch(fd, False)
+
     def _bind_rest(self, settings: Settings) -> RestThread | None:
+        local = None
         try:
-            return RestThread(settings.rest_endpoint, self._serve_rest)
+            local = local_sockets.listen_for_rest(settings)
+        except (RsupError, OSError) as error:
+            if not settings.embedded:
+                raise
+            _log.warning("%s", error)
+        try:
+            return RestThread(settings.rest_endpoint, self._serve_rest, local)
         except RsupError as error:
+            if local is not None:
+                local.close()
             if not settings.embedded:
                 raise
             _log.warning("%s", error)
@@ -228,7 +290,7 @@ class Turns:
         target: str | Path | None = None
         if isinstance(self._opened.store, SqlStore):
             target = self._opened.target
-        return serve(self, target, self._settings.state_path, self.rest.host, listening)
+        return serve(self, target, self._settings, self.rest.host, listening, self.rest.local)
 
     # ------------------------------------------------------------------------------------------------------ housekeeping
 
@@ -253,6 +315,8 @@ class Turns:
             _log.error("ending: %s", self._store.lost)
             self._over = True
             return
+        if not self.loop.store_error and self.loop.lease_doubt():
+            self.loop.tick()  # it has nothing else to do where there are no jobs
         jobs = self.loop.jobs()
         self._tell_links()
         for state in jobs:
@@ -275,8 +339,9 @@ class Turns:
     def _tell_links(self) -> None:
         """Say which jobs each endpoint is for; stop listening for jobs that are over."""
         for endpoint in list(self._endpoints):
-            jobs = [state.key for state in self.loop.jobs() if state.spec.listen == endpoint]
-            self._server.set_jobs(endpoint, jobs)
+            states = [state for state in self.loop.jobs() if state.spec.listen == endpoint]
+            jobs = [state.key for state in states]
+            self._server.set_jobs(endpoint, jobs, [state.spec.rdzv_id for state in states])
             if not jobs:
                 self._endpoints.discard(endpoint)
                 self._server.unlisten(endpoint)
@@ -298,7 +363,8 @@ def device_policy(settings: Settings) -> Policy:
     """The rules for evidence. Raise `UsageError` for a file that cannot be used; an embedded supervisor, whose launch has
     looked at the file before, goes on with the built-in rules: training must not stop for it."""
     try:
-        return configured(settings.device_policy)
+        policy = configured(settings.device_policy)
+        return draining_at_once(policy) if settings.drain_after == "one" else policy
     except UsageError as error:
         if not settings.embedded:
             raise

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, and_, case, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rsup.supervisor.tables import devices, evidence, nodes, seats, subjects, transitions
+from rsup.supervisor.tables import devices, drain_notes, evidence, nodes, seats, subjects, transitions
 
 _BATCH = 1000
 
@@ -76,6 +76,11 @@ def merge_sightings(read: Connection, write: Connection, ids: Mapping[int, int])
             if table is nodes:
                 found = [{**row, "job": ids.get(row["job"])} for row in found]
             write.execute(statement.on_conflict_do_update(index_elements=keys, set_=values), found)
+
+
+def copy_drains(read: Connection, write: Connection) -> None:
+    """Bring what was done in the scheduler over; of a full copy only, for it tells of the store's own cluster."""
+    _copy(read, write, drain_notes, {})
 
 
 def join_stays(stays: Sequence[Row]) -> list[Row]:

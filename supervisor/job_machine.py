@@ -91,6 +91,13 @@ def _agent_gone(turn: Turn, agent_id: str, fact: wire.AgentGone) -> None:
     known_dead(turn, agent_id, fact.reason, for_good=True)
 
 
+def _node_lost(turn: Turn, agent_id: str, fact: wire.NodeLost) -> None:
+    """The scheduler's word about a node that does not answer. One that answers is not dead, whatever it says."""
+    for other, agent in list(turn.state.agents.items()):
+        if agent.role is Role.LOST and agent.info.node == fact.node:
+            known_dead(turn, other, f"it does not answer, and {fact.reason}", for_good=False, with_node=True)
+
+
 def _stale(turn: Turn, agent_id: str, fact: wire.AnyFact, attempt: int) -> None:
     name, node = type(fact).__name__, turn.state.agents[agent_id].info.node
     text = f"{name} of attempt {attempt} on {node} came late and decides nothing: the job is at attempt {turn.state.attempt}"
@@ -128,6 +135,7 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),
     wire.Note: _row(_note),
+    wire.NodeLost: _row(_node_lost, ended=_log_only),
     wire.AgentGone: _row(_agent_gone),
 }
 """What each fact does in each phase."""

@@ -52,6 +52,11 @@ class LiveJobs:
         if report.beats:
             link.beats, link.beats_s = report.beats, now_s
 
+    def hear_all(self, now_s: float) -> None:
+        """Nobody could be heard until now."""
+        for link in self.links.values():
+            link.heard_s = max(link.heard_s, now_s)
+
     def forget_ended(self, now_s: float) -> None:
         """Drop jobs of whose end everybody has heard, or had the time to."""
         for key, ended_s in list(self._ended_s.items()):

@@ -8,6 +8,9 @@ A store that cannot be written stops decisions, not training: nothing is acknowl
 kept in a bounded queue and tried again each second, reports are answered so that no agent thinks its supervisor dead. A new
 agent is told why it cannot start, and nothing is kept of it: it may be gone when the store can be written again.
 
+Where another supervisor may have taken over meanwhile (`lease_doubt`) reports are not answered so: an agent that hears us would
+not look for the other, and its fence timeout would begin anew. It hears `StandsBy`, and keeps what it has to say.
+
 What is not worth a transaction (when an agent was last heard, its latest beats, what has been sent to it) lives in
 `live_jobs` and starts anew with each supervisor: every agent then has its full time again. All calls come from one thread,
 except `live_beats` and `store_error`, which may be read from any.
@@ -20,6 +23,7 @@ from functools import partial
 
 from rsup.supervisor import wire
 from rsup.supervisor.actions import SendNotice, SendRefusal, SendWelcome
+from rsup.supervisor.agent_admission import Known
 from rsup.supervisor.agent_links import RETRY_S, LiveAgentBeats, newest_beats, tells_something
 from rsup.supervisor.events import (
     AgentHeard,
@@ -43,8 +47,10 @@ from rsup.supervisor.loop_inputs import (
     HardwareReply,
     HardwareRequest,
     Input,
+    NodeReported,
     OperatorReply,
     OperatorRequest,
+    RecordsToKeep,
     SystemClock,
     Transport,
 )
@@ -70,6 +76,9 @@ __all__ = [
 MAX_BACKLOG = 10_000
 REFUSE_AFTER_S = 2.0
 """How long the store must have failed before new agents are refused: till then they ask again, as they do by themselves."""
+
+_NO_MESSAGE = (OperatorRequest, HardwareRequest, AgentKnownDead, NodeReported, RecordsToKeep)
+"""Inputs that are no message of an agent."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +106,8 @@ class Loop:
         """Inputs that were put aside while the store failed, and then did not find room. Agents repeat theirs."""
         self.on_fault: Callable[[Exception, object], None] = _log_fault
         """Called with an exception of our own code and the input that led to it; the input is dropped."""
+        self.lease_doubt: Callable[[], str] = lambda: ""
+        """Why another supervisor may decide in our place by now; empty: none can."""
         self._store = store
         self._clock = clock
         self._listen = listen
@@ -108,6 +119,8 @@ class Loop:
         self._backlog: deque[Input] = deque()
         self._retry_at_s = 0.0
         self._failing_since_s = 0.0
+        self._has_doubted = False
+        """Whether agents were sent away since the store failed."""
 
     # ------------------------------------------------------------------------------------------------------- the shell's
 
@@ -137,16 +150,25 @@ class Loop:
 
     def handle(self, inputs: Sequence[Input]) -> None:
         """Decide on these inputs, commit, act. While the store fails they are kept and tried again by `tick`."""
-        if self.store_error:
+        doubt = self.lease_doubt()
+        if doubt and not self.store_error:
+            self._store_failed(StoreError(doubt), inputs)
+        elif self.store_error:
             self._keep(inputs)
-            return
-        self._process(inputs)
+        else:
+            self._process(inputs)
 
     def tick(self) -> None:
         """Do what time demands. Call it at least every `next_wakeup_s`."""
         now_s = self._clock.monotonic_s()
         if self.store_error and (now_s < self._retry_at_s or not self._can_write()):
             return
+        if not self.store_error and (doubt := self.lease_doubt()):
+            self._store_failed(StoreError(doubt), [])
+            return
+        if self._has_doubted:
+            self._has_doubted = False
+            self._live.hear_all(now_s)  # whoever we sent away has his full time again
         backlog = list(self._backlog)
         self._backlog.clear()
         self._process(backlog, with_time=True)
@@ -173,6 +195,18 @@ class Loop:
         if state is None:
             return []
         return newest_beats(state, self._live.links)
+
+    def known_agent(self, agent_id: str) -> Known | None:
+        """Whose that agent of a live job is."""
+        key = self._live.job_of.get(agent_id)
+        state = self._live.states.get(key) if key is not None else None
+        agent = state.agents.get(agent_id) if state is not None else None
+        return None if key is None or agent is None else Known(key.owner, agent.info.principal)
+
+    @property
+    def hardware_changes(self) -> int:
+        """Grows with each turn that has changed something about a device or node."""
+        return self._book.changes
 
     def silent_s(self, agent_id: str) -> float:
         """How long nothing has been heard of an agent."""
@@ -249,8 +283,14 @@ class Loop:
     def _keep(self, inputs: Sequence[Input]) -> None:
         """Put inputs aside. Reports are answered without a word of what is new in them, so that their agents stay."""
         now_s = self._clock.monotonic_s()
+        doubt = self.lease_doubt()
+        self._has_doubted = self._has_doubted or bool(doubt)
         for one in inputs:
-            message = None if isinstance(one, (OperatorRequest, HardwareRequest, AgentKnownDead)) else one.message
+            message = None if isinstance(one, _NO_MESSAGE) else one.message
+            if doubt and isinstance(message, (Hello, Report)):
+                agent_id = message.agent.agent_id if isinstance(message, Hello) else message.agent_id
+                self._outgoing.stand_by(agent_id, doubt)
+                continue
             if isinstance(message, Report):
                 self._live.hear(message, now_s)
                 key = self._live.job_of.get(message.agent_id)
@@ -277,6 +317,10 @@ class Loop:
             one.reply(HardwareReply("busy", text))
         elif isinstance(one, OperatorRequest):
             one.reply(OperatorReply(False, text, None, one.request_id))
+        elif isinstance(one, NodeReported):
+            one.reply(None)
+        elif isinstance(one, RecordsToKeep):
+            one.reply(False)
 
     def _perform(self, batch: Batch) -> None:
         now_s = batch.now.s
@@ -307,6 +351,11 @@ class Loop:
         elif isinstance(one, HardwareRequest):
             verdict = hardware.ask(one.request)
             batch.replies.append(partial(one.reply, HardwareReply(verdict.status, verdict.message, verdict.dossier.saved)))
+        elif isinstance(one, NodeReported):
+            batch.replies.append(partial(one.reply, hardware.reported(one.report)))
+        elif isinstance(one, RecordsToKeep):
+            batch.records += one.records
+            batch.replies.append(partial(one.reply, True))
         elif isinstance(one, AgentKnownDead):
             key = self._live.job_of.get(one.agent_id)
             state = batch.get(key) if key is not None else None

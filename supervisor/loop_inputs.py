@@ -2,13 +2,14 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rsup.supervisor import wire
+from rsup.supervisor.hardware.node_report import NodeReport, NodeReportReply
 from rsup.supervisor.hardware.verbs import VerbRequest
-from rsup.supervisor.records import JobKey, SubjectSaved
+from rsup.supervisor.records import JobKey, Record, SubjectSaved
 from rsup.supervisor.wire import ToAgent
 
 
@@ -112,4 +113,20 @@ class HardwareRequest:
     reply: Callable[[HardwareReply], None]
 
 
-Input = MessageOfAgent | OperatorRequest | HardwareRequest | AgentKnownDead
+@dataclass(frozen=True)
+class NodeReported:
+    """A node's root has told what happened there. `reply` hears what was new, after the commit; None: it was not taken up."""
+
+    report: NodeReport
+    reply: Callable[[NodeReportReply | None], None]
+
+
+@dataclass(frozen=True)
+class RecordsToKeep:
+    """Another part of the supervisor has something to keep. `reply` hears whether it is kept, after the commit."""
+
+    records: Sequence[Record]
+    reply: Callable[[bool], None]
+
+
+Input = MessageOfAgent | OperatorRequest | HardwareRequest | AgentKnownDead | NodeReported | RecordsToKeep

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from rsup.supervisor import records
 from rsup.supervisor.records import (
+    DeviceSeen,
     EventLogged,
     EvidenceSaved,
     JobKey,
@@ -54,6 +55,8 @@ def natural_key(record: Record) -> tuple[object, ...]:
             return record.kind, record.subject, record.version
         case records.SeatSaved():
             return record.uuid, record.from_us
+        case records.DrainNoted():
+            return record.node, record.at_us, record.what
 
 
 def _is_older(record: Record, kept: Record | None) -> bool:
@@ -122,6 +125,11 @@ class MemoryStore:
         """Stays that are not over, of these boards or on that node."""
         rows = [row for row in self._kept(SeatSaved) if row.to_us is None]
         return [row for row in rows if row.uuid in uuids or (row.serial and row.serial in serials) or row.node == node]
+
+    def last_node(self, uuid: str) -> str:
+        """Where a device was last seen."""
+        rows = [row for row in self._kept(DeviceSeen) if row.uuid == uuid]
+        return rows[-1].node if rows else ""
 
     def commit(self, new: Sequence[Record]) -> None:
         """Keep all records, or none if one is bad."""

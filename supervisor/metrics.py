@@ -12,10 +12,13 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.states import Phase
-from rsup.supervisor.tables import attempts, events, incidents, jobs
+from rsup.supervisor.tables import attempts, events, evidence, incidents, jobs, subjects
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = tuple(phase.value for phase in Phase)
+SEVERITIES = {"watch": "info", "probation": "info", "suspect": "warning", "retired": "info"} | dict.fromkeys(
+    ("quarantined", "in_repair"), "critical"
+)
 INCIDENT_KINDS = ("exit", "signal", "hang", "suspected-hang", "agent-lost", "start-failed", "in-process")
 
 Labels = Mapping[str, str]
@@ -59,6 +62,21 @@ def store_metrics(connection: Connection) -> list[Metric]:
         Metric("rsup_restarts_total", "counter", "Attempts after the first of their job.", [({}, num_restarts)]),
         Metric("rsup_incidents_total", "counter", "Incidents of all jobs in the store by kind.", _by("kind", by_kind)),
         Metric("rsup_events_total", "counter", "Events recorded of all jobs in the store.", [({}, num_events)]),
+    ]
+
+
+def hardware_metrics(connection: Connection) -> list[Metric]:
+    """Devices and nodes by state and rule, and evidence by source; computed from the store, so that nothing can drift."""
+    of = subjects.c
+    open_ones = select(of.kind, of.state, of.rule, func.count()).where(of.state != "clear").group_by(of.kind, of.state, of.rule)
+    cases = [
+        ({"kind": kind, "state": state, "severity": SEVERITIES.get(state, "info"), "rule": rule.rpartition("/")[2]}, count)
+        for kind, state, rule, count in connection.execute(open_ones)
+    ]
+    by_source = _pairs(connection, select(evidence.c.source, func.sum(evidence.c["count"])).group_by(evidence.c.source))
+    return [
+        Metric("rsup_device_cases", "gauge", "Devices and nodes that are not clear, by state and rule.", cases),
+        Metric("rsup_evidence_total", "counter", "Sightings about devices and nodes by source.", _by("source", by_source)),
     ]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from rsup.supervisor import wire
 from rsup.supervisor.agent_links import RETRY_S, AgentLink
 from rsup.supervisor.loop_inputs import Transport
-from rsup.supervisor.states import JobState
-from rsup.supervisor.wire import Order, Refusal, SupervisorInfo, Welcome
+from rsup.supervisor.states import JobState, Role
+from rsup.supervisor.wire import Order, Refusal, StandsBy, SupervisorInfo, Welcome
 
 
 class Outgoing:
@@ -22,11 +22,16 @@ class Outgoing:
         speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
         acked = state.agents[agent_id].acked_fact
         job = state.key
-        self._transport.send(agent_id, Welcome(speaks, wire.RELEASE, self._info, job.job_id, job.run, state.epoch, acked))
+        welcome = Welcome(speaks, wire.RELEASE, self._info, job.job_id, job.run, state.epoch, acked, secret_identities=True)
+        self._transport.send(agent_id, welcome)
 
     def refuse(self, agent_id: str, refusal: Refusal) -> None:
         """Turn an agent away."""
         self._transport.send(agent_id, refusal)
+
+    def stand_by(self, agent_id: str, why: str) -> None:
+        """Tell an agent that this supervisor may not be the one that decides any more."""
+        self._transport.send(agent_id, StandsBy(message=why))
 
     def notice(self, state: JobState, agent_id: str, text: str) -> None:
         """Say a sentence on an agent's terminal."""
@@ -42,4 +47,15 @@ class Outgoing:
         commands = [command for command in agent.outbox if again or command.sequence > link.sent]
         if commands:
             link.sent, link.sent_s = commands[-1].sequence, now_s
-        self._transport.send(agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands))
+        self._transport.send(
+            agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands, silent=_silent(state, agent_id))
+        )
+
+
+def _silent(state: JobState, agent_id: str) -> list[str]:
+    """Nodes that do not answer, told to the agent that joined first of those that do."""
+    silent = sorted({agent.info.node for agent in state.agents.values() if agent.role is Role.LOST})
+    if not silent:
+        return []
+    _, first = min((agent.joined, other) for other, agent in state.agents.items() if agent.reachable or other == agent_id)
+    return silent if first == agent_id else []

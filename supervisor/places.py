@@ -20,6 +20,11 @@ from pathlib import Path
 from rsup.supervisor.wire import RsupError, UsageError
 
 MAX_SOCKET_PATH_BYTES = 107
+SYSTEM_SOCKET_DIR = Path("/run/rsup-supervisor")
+"""Where the users of a host find its shared supervisor's sockets, unless `RSUP_SOCKET_DIR` says otherwise."""
+REST_SOCKET, RPC_SOCKET = "rest.sock", "rpc.sock"
+SYSTEM_PUBLIC_KEY = Path("/etc/rsup/key.pub")
+_PUBLIC_KEY_MARK = b"rsup-public-key "
 
 
 class PlaceError(RsupError):
@@ -155,6 +160,12 @@ def boot_id() -> str:
         return ""
 
 
+def this_node() -> str:
+    """This node's name in the records of jobs and hardware: SLURM's, where SLURM has started us, else the host's. They differ
+    where a host has several names, or several nodes."""
+    return os.environ.get("SLURMD_NODENAME") or this_host()
+
+
 def this_host() -> str:
     """This host's name, as the lease and the node records call it."""
     return socket.gethostname()
@@ -200,24 +211,71 @@ def link_key(secret: bytes) -> LinkKey:
     return LinkKey(server[0], server[1], client[0], client[1])
 
 
+def rest_socket_beside(rpc: str) -> Path | None:
+    """Where the supervisor with that RPC address answers REST to this host's processes; None where it has no ipc address."""
+    path = Path(rpc.removeprefix("ipc://"))
+    return path.parent / REST_SOCKET if rpc.startswith("ipc://") and path.is_absolute() else None
+
+
+def public_key_line(key: LinkKey) -> str:
+    """The file `key.pub`: with it everybody can reach the supervisor and be sure that it is it, but must say who they are."""
+    return f"{_PUBLIC_KEY_MARK.decode()}{key.server_public.decode()}\n"
+
+
+def find_link_key(state: Path, key_file: str | None = None) -> LinkKey | None:
+    """The key of a job's TCP link: of the file that `find_secret` finds, which may be a supervisor's public key, else of
+    `/etc/rsup/key.pub`; None if there is none. Raise `PlaceError` for one that cannot be used."""
+    given = key_file or os.environ.get("RSUP_KEY_FILE")
+    for path in [Path(given)] if given else [state / "key", SYSTEM_PUBLIC_KEY]:
+        public = _read_public_key(path)
+        if public is not None:
+            return public
+        if given or path.exists():
+            return link_key(read_key_file(path))
+    return None
+
+
+def check_key_file(path: Path) -> None:
+    """Raise `PlaceError` for a file that holds neither a secret nor a public key that can be used."""
+    if _read_public_key(path) is None:
+        read_key_file(path)
+
+
+def _read_public_key(path: Path) -> LinkKey | None:
+    """The key in a file of `public_key_line`, with a client key that nobody knows; None for any other file."""
+    try:
+        content = path.read_bytes()[:200]
+    except OSError:
+        return None
+    if not content.startswith(_PUBLIC_KEY_MARK):
+        return None
+    import zmq
+
+    public = content.removeprefix(_PUBLIC_KEY_MARK).strip()
+    if len(public) != 40:
+        raise PlaceError(f"the key file {path} holds no whole public key; copy the supervisor's key.pub again")
+    client_public, client_secret = zmq.curve_keypair()
+    return LinkKey(public, b"", client_public, client_secret)
+
+
 def find_secret(state: Path, key_file: str | None = None) -> bytes | None:
     """The secret of a job's TCP link: in `key_file`, else `RSUP_KEY_FILE`, else `key` in the state directory; None if there
-    is none. Raise `PlaceError` for one that cannot be used."""
+    is none, as where a shared supervisor's public key is named. Raise `PlaceError` for one that cannot be used."""
     given = key_file or os.environ.get("RSUP_KEY_FILE")
-    if given:
+    if given and _read_public_key(Path(given)) is None:
         return read_key_file(given)
-    return read_key_file(state / "key") if (state / "key").exists() else None
+    return read_key_file(state / "key") if not given and (state / "key").exists() else None
 
 
-def read_key_file(path: str | Path) -> bytes:
+def read_key_file(path: str | Path, what: str = "key file") -> bytes:
     """The secret in a key file. Raise `PlaceError` if others can read it or it is too short."""
     try:
         status = os.stat(path)
         secret = Path(path).read_bytes().strip()
     except OSError as error:
-        raise PlaceError(f"cannot read the key file {path}: {error.strerror}") from None
+        raise PlaceError(f"cannot read the {what} {path}: {error.strerror}") from None
     if status.st_mode & 0o077:
-        raise PlaceError(f"the key file {path} can be read by others; chmod 600 {path}")
+        raise PlaceError(f"the {what} {path} can be read by others; chmod 600 {path}")
     if len(secret) < 16:
-        raise PlaceError(f"the key file {path} holds fewer than 16 bytes; write 32 random ones")
+        raise PlaceError(f"the {what} {path} holds fewer than 16 bytes; write 32 random ones")
     return secret

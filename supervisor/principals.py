@@ -8,8 +8,9 @@ embedded supervisor. `tokens.toml`, for a shared one, names others; it holds onl
     role = "user"
     sha256 = "9f86d08..."        # printf %s "$TOKEN" | sha256sum
 
-Tokens are long random strings, so a plain SHA-256 is enough. Both files are read at start: a supervisor can be restarted at
-any time without harm.
+Tokens are long random strings, so a plain SHA-256 is enough. A node's token is made of its name and the secret in the file
+`node-secret` (`node_tokens`). All these files are read at start: a
+supervisor can be restarted at any time without harm.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from rsup.supervisor import node_tokens
 from rsup.supervisor.places import PlaceError
 from rsup.supervisor.wire import UsageError
 
@@ -34,6 +36,8 @@ MIN_TOKEN_CHARS = 16
 class Role(IntEnum):
     """Each role may do what the ones before it may."""
 
+    NODE = 0
+    """A node's root: reads the gate's snapshot, and reports for its own node."""
     VIEWER = 1
     """Devices, nodes, and of a job its id, owner and state."""
     USER = 2
@@ -44,27 +48,38 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks. `name` is a user name of the cluster: the one that owns jobs."""
+    """Who asks. `name` is a user name of the cluster: the one that owns jobs; `node` the one that a node speaks for."""
 
     name: str
     role: Role
+    node: str = ""
 
     def may_read(self, owner: str) -> bool:
         """Whether this principal may see everything of a job of `owner`, and stop it."""
         return self.role is Role.OPERATOR or (self.role is Role.USER and self.name == owner)
 
+    def may_report_for(self, node: str) -> bool:
+        """Whether this principal may say what happened on `node`: the node itself, and operators."""
+        return self.role is Role.OPERATOR or (self.role is Role.NODE and bool(node) and self.node == node)
+
     def __str__(self) -> str:
+        if self.role is Role.NODE:
+            return f"node {self.node}"
         return f"{self.name} ({self.role.name.lower()})"
 
 
 @dataclass(frozen=True)
 class TokenBook:
-    """The known tokens, as (SHA-256 of the token, whose it is)."""
+    """The known tokens, as (SHA-256 of the token, whose it is); with `node_secret`, those of the nodes too."""
 
     entries: Sequence[tuple[bytes, Principal]]
+    node_secret: bytes = b""
 
     def find(self, token: str) -> Principal | None:
         """Whose token that is, None for an unknown one. Compares with every entry in constant time."""
+        node = node_tokens.node_of(self.node_secret, token) if self.node_secret else ""
+        if node:
+            return Principal(f"node:{node}", Role.NODE, node)
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, principal in self.entries:
@@ -88,7 +103,7 @@ def read_tokens(state: Path) -> TokenBook:
         entries.append((hashlib.sha256(token.encode()).digest(), Principal(owner_name(), Role.OPERATOR)))
     if (state / "tokens.toml").exists():
         entries += _read_toml(state / "tokens.toml")
-    return TokenBook(tuple(entries))
+    return TokenBook(tuple(entries), node_tokens.read_secret(state))
 
 
 def make_token(state: Path) -> str:
@@ -155,7 +170,7 @@ def _toml_entry(path: Path, number: int, row: object) -> tuple[bytes, Principal]
     where = f"entry {number} of the token list {path}"
     if not isinstance(row, dict) or set(row) != {"name", "role", "sha256"} or not all(isinstance(v, str) for v in row.values()):
         raise UsageError(f"{where} must have the texts name, role and sha256, and nothing else")
-    roles = {role.name.lower(): role for role in Role}
+    roles = {role.name.lower(): role for role in Role if role is not Role.NODE}  # theirs are made of `node-secret`
     if row["role"] not in roles:
         raise UsageError(f"{where} has the role {row['role']!r}; the roles are {', '.join(roles)}")
     try:

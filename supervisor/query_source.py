@@ -1,5 +1,8 @@
 """Where a query gets its answer: from the running supervisor over REST, so that beats are live, else from the store.
 
+Who asks: on the supervisor's host the kernel says so, over its UNIX socket; elsewhere the token of `RSUP_TOKEN_FILE` or of the
+state directory does, else a MUNGE credential. A token file that was named explicitly counts on the UNIX socket, too.
+
 Imports of the database are inside functions: a command that asks the supervisor, or only for `--help`, does without.
 """
 
@@ -15,11 +18,14 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from rsup.supervisor import places
+from rsup.supervisor import munge, places
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.job_name import JobName
+from rsup.supervisor.leading import leading, split_addresses
+from rsup.supervisor.munge import MungeError
 from rsup.supervisor.principals import owner_name, read_token_file
+from rsup.supervisor.unix_http import UnixHTTPHandler, can_connect
 from rsup.supervisor.wire import RsupError, UsageError
 
 if TYPE_CHECKING:
@@ -85,12 +91,15 @@ class Source(Protocol):
 
 
 class RestSource:
-    """A supervisor at `address` (`http://host:port`). Proxies of the environment are not used: it is in the cluster."""
+    """A supervisor at `address` (`http://host:port`), or at the UNIX socket `local`. Without a token the kernel or MUNGE says
+    who asks. Proxies of the environment are not used: it is in the cluster."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str = "", local: Path | None = None) -> None:
         self._address = address.rstrip("/")
         self._token = token
-        self._opener = build_opener(ProxyHandler({}))
+        self._local = local
+        self._place = str(local or self._address)
+        self._opener = build_opener(ProxyHandler({}), *([UnixHTTPHandler(local)] if local else []))
 
     def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
         """The newest jobs, over as many pages as needed."""
@@ -160,8 +169,9 @@ class RestSource:
         return self._ask(path, query)
 
     def _ask(self, path: str, query: dict[str, object] | list[tuple[str, object]], body: bytes | None = None) -> Json:
-        url = f"{self._address}/api/v1{path}?{urlencode(query)}"
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        url = f"{'http://localhost' if self._local else self._address}/api/v1{path}?{urlencode(query)}"
+        method = "GET" if body is None else "POST"
+        headers = {"Content-Type": "application/json", **self._authorization(method, f"/api/v1{path}")}
         try:
             with self._opener.open(Request(url, data=body, headers=headers), timeout=REQUEST_TIMEOUT_S) as answer:
                 content: Json = json.load(answer)
@@ -171,7 +181,18 @@ class RestSource:
                 raise (WrongQuestion if error.code == 422 else QueryError)(_detail(error)) from None
         except (URLError, HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise NoAnswer(f"no answer from the supervisor at {self._address}: {reason}") from None
+            raise NoAnswer(f"no answer from the supervisor at {self._place}: {reason}") from None
+
+    def _authorization(self, method: str, path: str) -> dict[str, str]:
+        if self._token:
+            return {"Authorization": f"Bearer {self._token}"}
+        if self._local:
+            return {}
+        try:
+            credential = munge.encode(munge.rest_payload(self._address, method, path), munge.default_socket())
+        except MungeError as error:
+            raise QueryError(f"{error}; set RSUP_TOKEN_FILE") from None
+        return {"Authorization": f"Munge {credential}"}
 
 
 class StoreSource:
@@ -323,6 +344,8 @@ class Sources:
         self._state = state
         self._given = url
         self._url = url or os.environ.get("RSUP_SUPERVISOR_URL", "")
+        self._urls = split_addresses(self._url)
+        """Several: of supervisors on one database, of which one leads."""
         self._note = note
         self._noted = ""
         self._notes: set[str] = set()
@@ -354,10 +377,47 @@ class Sources:
 
     def supervisor(self) -> RestSource:
         """The running supervisor. Raise `NoAnswer` where none runs."""
-        return RestSource(self.address(), self.token())
+        if len(self._urls) > 1:
+            self._url = leading(self._urls)
+        local = self._local_socket()
+        if local is not None:
+            return RestSource("", self.token() if os.environ.get("RSUP_TOKEN_FILE") else "", local)
+        address = self.address()
+        try:
+            token = "" if self._is_foreign(address) and munge.is_here(munge.default_socket()) else self.token()
+        except NoAnswer:
+            if not munge.is_here(munge.default_socket()):
+                raise
+            token = ""
+        return RestSource(address, token)
+
+    def _local_socket(self) -> Path | None:
+        """The UNIX socket of the supervisor meant, None where it has none that lets us in: of the address given, else of the
+        state directory, else of `RSUP_SUPERVISOR`, else of this host where the state directory has no store."""
+        if self._url:
+            path = Path(self._url.removeprefix("unix://"))
+            return path if self._url.startswith("unix:///") and can_connect(path) else None
+        file = places.read_supervisor_file(self._state)
+        found: list[Path | None] = []
+        if file is not None and (file.host, file.boot_id) == (places.this_host(), places.boot_id()):
+            found.append(places.rest_socket_beside(file.rpc))
+        if file is None:
+            named = os.environ.get("RSUP_SUPERVISOR", "").split(",")
+            found += [places.rest_socket_beside(address.strip()) for address in named]
+            if not (self._state / "rsup.db").exists():
+                folder = Path(os.environ.get("RSUP_SOCKET_DIR") or places.SYSTEM_SOCKET_DIR)
+                found.append(folder / places.REST_SOCKET)
+        return next((path for path in found if path is not None and can_connect(path)), None)
+
+    def _is_foreign(self, address: str) -> bool:
+        """Whether that is not the supervisor of our state directory, whose token is worth nothing there."""
+        file = places.read_supervisor_file(self._state)
+        return not os.environ.get("RSUP_TOKEN_FILE") and (file is None or file.rest.rstrip("/") != address.rstrip("/"))
 
     def address(self) -> str:
         """Where the supervisor answers: as given, else as `supervisor.json` says. Raise `NoAnswer` where none runs."""
+        if "," in self._url:
+            self._url = leading(self._urls)
         if self._url:
             if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
                 raise UsageError(f"{self._url!r} is no address of a supervisor; write http://host:port")

@@ -19,6 +19,7 @@ from rsup.supervisor.records import (
     CaseSaved,
     CheckpointSaved,
     DeviceSeen,
+    DrainNoted,
     EventLogged,
     EvidenceSaved,
     IncidentSaved,
@@ -49,6 +50,7 @@ _PLAIN: dict[type, Table] = {
     SubjectSaved: tables.subjects,
     TransitionSaved: tables.transitions,
     SeatSaved: tables.seats,
+    DrainNoted: tables.drain_notes,
 }
 """Records whose fields are the columns."""
 
@@ -98,7 +100,7 @@ class RecordWriter:
         self._add_job = self._insert(tables.jobs).on_conflict_do_nothing()
         self._statements: dict[Table, Any] = {table: self._upsert(table) for table in _PLAIN.values()}
         self._statements[tables.beats] = self._upsert(tables.beats, newer="at_us")
-        for table in (tables.events, tables.transitions):
+        for table in (tables.events, tables.transitions, tables.drain_notes):
             self._statements[table] = self._insert(table).on_conflict_do_nothing()
         for table, keep, newer in _GROWING:
             self._statements[table] = self._upsert(table, keep=keep, newer=newer)
@@ -159,7 +161,7 @@ class RecordWriter:
         job = None if key is None else self._id_of(connection, key, new_ids)
         assert job is not None or key is None, f"{type(record).__name__} of job {key}, which was never saved"
         row = _row_of(record)
-        if not isinstance(record, (SubjectSaved, SeatSaved)):
+        if not isinstance(record, (SubjectSaved, SeatSaved, DrainNoted)):
             row["job"] = job
         if isinstance(record, EventLogged):
             rows.setdefault(tables.events, []).append(row)

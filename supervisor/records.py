@@ -334,6 +334,22 @@ class SeatSaved(Struct, frozen=True, tag=True):
     boot_id: str = ""
 
 
+class DrainNoted(Struct, frozen=True, tag=True):
+    """One thing that was done, seen or asked for about a node's place in the scheduler; append only. `slurm.node_log` says what
+    a node's notes add up to."""
+
+    node: str
+    at_us: int
+    what: str
+    """`admitted`, `cleared`, `wanted`, `unwanted`, `drained`, `undrained`, `reserved`, `unreserved`, `weighted`, `unweighted`,
+    `resumed`, `yielded`."""
+    number: int = 0
+    """Of `admitted`: of the refusal, as people read it (`Q-17`); of `weighted`: the node's own weight."""
+    reason: str = ""
+    principal: str = ""
+    """Who asked, empty for the supervisor."""
+
+
 Record = (
     JobSaved
     | EventLogged
@@ -351,4 +367,5 @@ Record = (
     | SubjectSaved
     | TransitionSaved
     | SeatSaved
+    | DrainNoted
 )

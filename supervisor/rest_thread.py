@@ -27,10 +27,14 @@ class PageError(RsupError):
 class RestThread:
     """Owns the socket of REST. `serve(socket) -> stop` imports and starts the server, on a thread of ours."""
 
-    def __init__(self, endpoint: str, serve: Callable[[socket.socket], Callable[[], None]]) -> None:
+    def __init__(
+        self, endpoint: str, serve: Callable[[socket.socket], Callable[[], None]], local: socket.socket | None = None
+    ) -> None:
+        """`local`: a listening UNIX socket beside it, ours to close."""
         host, port = places.split_endpoint(endpoint)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.host = host
+        self.local = local
         self._serve = serve
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,9 +50,17 @@ class RestThread:
         self._stop_server: Callable[[], None] | None = None
         self._bound_s = time.monotonic()
 
-    def fileno(self) -> int:
-        """The listening socket: readable when somebody wants the page."""
-        return self._socket.fileno()
+    @property
+    def listening(self) -> socket.socket:
+        """The bound socket; ours to close."""
+        return self._socket
+
+    def filenos(self) -> list[int]:
+        """The listening sockets: readable when somebody wants the page."""
+        return [one.fileno() for one in self._sockets()]
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._socket, *([self.local] if self.local is not None else [])]
 
     def start_if_due(self) -> bool:
         """Start the server if somebody has connected, or some seconds after binding; return whether it is started."""
@@ -63,15 +75,17 @@ class RestThread:
             self._thread.join(timeout=10)
         if self._stop_server is not None:
             self._stop_server()
-        self._socket.close()
+        for one in self._sockets():
+            one.close()
 
     def _is_wanted(self) -> bool:
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return bool(select.select(self._sockets(), [], [], 0)[0])
 
     def _run(self) -> None:
         try:
             self._stop_server = self._serve(self._socket)
         except (RsupError, ImportError, OSError) as error:
             _log.error("REST and the page are not available: %s", error)
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # who connects is refused, and reads the store, rather than waiting
+            for one in self._sockets():
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # who connects is refused, and reads the store, rather than waiting

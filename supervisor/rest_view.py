@@ -9,14 +9,19 @@ from typing import Protocol
 
 from rsup.supervisor import principals, wire
 from rsup.supervisor.agent_links import beat_row
+from rsup.supervisor.config import Settings
 from rsup.supervisor.database import reader_engine
+from rsup.supervisor.hardware.node_report import NodeReport, NodeReportReply
 from rsup.supervisor.hardware.verbs import VerbRequest
+from rsup.supervisor.identities import Identities
 from rsup.supervisor.loop import Loop, OperatorReply
 from rsup.supervisor.loop_inputs import HardwareReply
+from rsup.supervisor.peer_identity import Peers
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.app import make_app
 from rsup.supervisor.rest.context import Change, ChangeReply, RestContext
 from rsup.supervisor.rest.server import RestServer
+from rsup.supervisor.slurm.drain_keeper import DrainKeeper
 from rsup.supervisor.store import StoreError
 from rsup.supervisor.views import LiveBeats
 from rsup.supervisor.wire import SupervisorInfo
@@ -39,14 +44,26 @@ class RunningLoop(Protocol):
 
     def counters(self) -> Mapping[str, float]: ...
 
+    def report(self, report: NodeReport) -> "Future[NodeReportReply | None]": ...
+
+    @property
+    def drains(self) -> DrainKeeper | None: ...
+
 
 def serve(
-    turns: RunningLoop, target: str | Path | None, state: Path, host: str, listening: socket.socket
+    turns: RunningLoop,
+    target: str | Path | None,
+    settings: Settings,
+    host: str,
+    listening: socket.socket,
+    local: socket.socket | None = None,
 ) -> Callable[[], None]:
-    """Serve REST on `listening`, bound to `host`, from threads of its own; return what stops it. Raise `RsupError`."""
+    """Serve REST on `listening`, bound to `host`, and on the UNIX socket `local`, from threads of its own; return what stops
+    it. Raise `RsupError`."""
     if target is None:
         raise StoreError("there is no database to read")
-    server = RestServer(host, listening.getsockname()[1], listening)
+    server = RestServer(host, listening.getsockname()[1], listening, local)
+    tokens = principals.read_tokens(settings.state_path)
 
     def submit(change: Change) -> "Future[ChangeReply]":
         answer: Future[ChangeReply] = turns.submit(  # type: ignore[assignment]
@@ -57,10 +74,14 @@ def serve(
     context = RestContext(
         engine=reader_engine(target),
         submit=submit,
-        tokens=principals.read_tokens(state),
+        tokens=tokens,
+        identities=Identities(tokens, Peers(not settings.embedded, settings.operators), settings.munge_socket),
+        rest_ports=(server.port,),
         live=LoopView(turns),
         allowed_hosts=server.allowed_hosts,
         change_hardware=turns.change_hardware,  # type: ignore[arg-type]
+        report_node=turns.report,
+        gates=turns.drains,
     )
     server.start(make_app(context))
     return server.stop

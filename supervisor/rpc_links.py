@@ -31,7 +31,7 @@ class ListenError(RsupError):
     exit_code = wire.EXIT_USAGE  # as for a --master-port in use
 
 
-@dataclass
+@dataclass(eq=False)
 class Link:
     """One bound socket. `open`: without a key, for the jobs in `jobs` only."""
 
@@ -39,8 +39,16 @@ class Link:
     address: str
     open: bool = False
     jobs: Sequence[JobKey] = ()
+    groups: Sequence[str] = ()
+    """Rendezvous ids of `jobs`."""
     agents: set[str] = field(default_factory=set)
     """Agents that were welcomed to one of `jobs` through this link."""
+
+
+def is_astray(link: Link, rdzv_id: str) -> bool:
+    """Whether an agent of that SLURM step has come to the endpoint of another one: steps work out their ports, and two may have
+    come to the same."""
+    return bool(link.groups) and rdzv_id.startswith(wire.SLURM_GROUP) and rdzv_id not in link.groups
 
 
 def make_router(context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey | None, *, ipv6: bool) -> "zmq.Socket[bytes]":
@@ -105,14 +113,19 @@ def _listen_error(address: str, error: zmq.ZMQError) -> ListenError:
 
 
 class KeyCheck:
-    """Answers ZeroMQ's authentication requests (ZAP, RFC 27): only the client key derived from our secret gets through."""
+    """Answers ZeroMQ's authentication requests (ZAP, RFC 27). The client key derived from our secret gets through, and with
+    `admits_others` every other one: who knows our public key only must then say in the `Hello` who it is. The answer's user id
+    (`HOLDER`, `OTHER`) comes with every message of that connection."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey) -> None:
+    HOLDER, OTHER = b"holder", b"other"
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey, *, admits_others: bool = False) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
         self.num_refused = 0
         self._client_public = key.client_public
+        self._admits_others = admits_others
 
     def answer_all(self) -> None:
         """Answer what is waiting."""
@@ -123,10 +136,12 @@ class KeyCheck:
                 return
             version, request = frames[0], frames[1]
             given = z85.encode(frames[6]) if len(frames) > 6 and frames[5] == b"CURVE" else b""
-            welcome = hmac.compare_digest(given, self._client_public)
+            holds_secret = hmac.compare_digest(given, self._client_public)
+            welcome = holds_secret or (self._admits_others and bool(given))
             self.num_refused += not welcome
             code, text = (b"200", b"OK") if welcome else (b"400", b"wrong key")
-            self.socket.send_multipart([version, request, code, text, b"", b""], zmq.DONTWAIT)
+            user = self.HOLDER if holds_secret else self.OTHER
+            self.socket.send_multipart([version, request, code, text, user, b""], zmq.DONTWAIT)
 
     def close(self) -> None:
         self.socket.close()

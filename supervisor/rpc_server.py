@@ -5,8 +5,10 @@ blocks: an agent that does not read has a bounded queue, then messages to it are
 unacknowledged commands again). What cannot be read is counted and dropped, and logged once a minute: no bytes from the
 network end this process.
 
-An identity may speak only for itself, and an agent's messages leave by the link that it came in by last. On an open link (no
-key) only the jobs that asked for it exist: a `Hello` there joins that job or is refused.
+A connection speaks for the agent whose `Hello` was let in (`agent_admission`) and for no other, and an agent's messages leave
+by the connection that it came in by last. Its ZeroMQ identity is a secret of the agent's (of older releases, its id): who only
+knows an agent's id cannot take its place. On an open link (no key) only the jobs that asked for it exist: a `Hello` there joins
+that job or is refused.
 """
 
 import errno
@@ -15,15 +17,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from rsup.supervisor import rpc_decoding, rpc_links, wire
+from rsup.supervisor import places, rpc_decoding, rpc_links, wire
+from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, admit
+from rsup.supervisor.peer_identity import uid_of_zmq_peer
 from rsup.supervisor.places import LinkKey
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rpc_links import KeyCheck, Link
@@ -33,6 +37,7 @@ MAX_MESSAGES_A_LINK = 256
 MAX_WAITING_REQUESTS = 256
 _LOG_EVERY_S = 60.0
 _MAX_IDENTITY_BYTES = 128
+_MAX_LET_IN = 20_000
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +55,14 @@ class Received:
     trusted: bool
 
 
+@dataclass(frozen=True)
+class Connection:
+    """Where a message came from: `identity` is ZeroMQ's name of the peer on that link."""
+
+    link: Link
+    identity: bytes
+
+
 @dataclass
 class RpcCounters:
     """What went through, since the start."""
@@ -63,16 +76,24 @@ class RpcCounters:
 
 
 class RpcServer:
-    """ROUTER sockets, and the queue of requests. `key` None: TCP endpoints are open links."""
+    """ROUTER sockets, and the queue of requests. `key` None: TCP endpoints are open links. `admission` None: every agent is
+    believed what it says of itself (the supervisor is played, or decides nothing)."""
 
-    def __init__(self, key: LinkKey | None = None) -> None:
+    def __init__(self, key: LinkKey | None = None, admission: Admission | None = None, *, admits_others: bool = False) -> None:
         self.counters = RpcCounters()
+        self.known_agent: Callable[[str], Known | None] = lambda agent_id: None
+        """Asked of every agent that this server has not let in itself: what the store's jobs know of it."""
+        self._admission = admission
+        self._let_in: dict[str, Known] = {}
+        self._asked: deque[tuple[Connection, Hello, Admitted | Refusal]] = deque()
+        self._asking: set[Connection] = set()
+        self._askers: ThreadPoolExecutor | None = None
         self._key = key
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
-        self._key_check = KeyCheck(self._context, key) if key is not None else None
+        self._key_check = KeyCheck(self._context, key, admits_others=admits_others) if key is not None else None
         self._links: dict[str, Link] = {}
-        self._route: dict[str, Link] = {}
+        self._route: dict[str, Connection] = {}
         self._requests: deque[tuple[object, Future[object]]] = deque()
         self._closed = False
         self._lock = threading.Lock()
@@ -104,10 +125,10 @@ class RpcServer:
             return self._links[endpoint].address
         return self._add(endpoint, rpc_links.bindable_address(endpoint), open_link=self._key is None)
 
-    def set_jobs(self, endpoint: str, jobs: Sequence[JobKey]) -> None:
-        """Which jobs the endpoint of `listen` is for, oldest first."""
+    def set_jobs(self, endpoint: str, jobs: Sequence[JobKey], groups: Sequence[str] = ()) -> None:
+        """Which jobs the endpoint of `listen` is for, oldest first, and their rendezvous ids."""
         if endpoint in self._links:
-            self._links[endpoint].jobs = jobs
+            self._links[endpoint].jobs, self._links[endpoint].groups = jobs, groups
 
     def unlisten(self, endpoint: str) -> None:
         """Stop answering at `endpoint`: its job has ended."""
@@ -115,12 +136,16 @@ class RpcServer:
         if link is None:
             return
         self._poller.unregister(link.socket)
-        self._route = {agent: its_link for agent, its_link in self._route.items() if its_link is not link}
+        self._route = {agent: place for agent, place in self._route.items() if place.link is not link}
         link.socket.close()
 
     def tcp_address(self) -> str:
         """The first TCP address, empty if there is none."""
         return next((link.address for link in self._links.values() if link.address.startswith("tcp:")), "")
+
+    def addresses(self) -> list[str]:
+        """Every address that is answered."""
+        return [link.address for link in self._links.values()]
 
     def _add(self, name: str, address: str, *, open_link: bool) -> str:
         tcp = address.startswith("tcp:")
@@ -139,17 +164,18 @@ class RpcServer:
 
     def send(self, agent_id: str, message: ToAgent) -> None:
         """Send without waiting; drop and count it if the agent is not connected or does not read."""
-        link = self._route.get(agent_id)
-        if link is None:
+        place = self._route.get(agent_id)
+        if place is None:
             self.counters.dropped += 1
             return
+        link = place.link
         if isinstance(message, Welcome) and link.open and any(key.job_id == message.job_id for key in link.jobs):
             link.agents.add(agent_id)
-        self._send_on(link, agent_id, message)
+        self._send_to(place, message)
 
-    def _send_on(self, link: Link, agent_id: str, message: ToAgent) -> None:
+    def _send_to(self, place: Connection, message: ToAgent) -> None:
         try:
-            link.socket.send_multipart([agent_id.encode(), wire.encode(message)], zmq.DONTWAIT)
+            place.link.socket.send_multipart([place.identity, wire.encode(message)], zmq.DONTWAIT)
             self.counters.sent += 1
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
@@ -171,6 +197,12 @@ class RpcServer:
         if self._key_check is not None and self._key_check.socket in ready:
             self._key_check.answer_all()
         received: list[Received] = []
+        while self._asked:
+            place, hello, answer = self._asked.popleft()
+            self._asking.discard(place)
+            if (message := self._decide(place, hello, answer)) is not None:
+                self.counters.received += 1
+                received.append(message)
         for link in list(self._links.values()):
             if link.socket in ready:
                 self._receive_from(link, received)
@@ -179,11 +211,12 @@ class RpcServer:
     def _receive_from(self, link: Link, received: list[Received]) -> None:
         for _ in range(MAX_MESSAGES_A_LINK):
             try:
-                frames = link.socket.recv_multipart(zmq.DONTWAIT)
+                first = link.socket.recv(zmq.DONTWAIT, copy=False)
+                frames = link.socket.recv_multipart(zmq.DONTWAIT) if first.more else []
             except zmq.Again:
                 return
             try:
-                message = self._admit(link, frames)
+                message = self._admit(link, first, frames)
             except MessageError as error:
                 self._count_bad(link, str(error))
                 continue
@@ -191,55 +224,114 @@ class RpcServer:
                 self.counters.received += 1
                 received.append(message)
 
-    def _admit(self, link: Link, frames: list[bytes]) -> Received | None:
-        """The message in `frames`, None if it was answered or ignored here. Raise `MessageError` if it is none."""
-        if len(frames) != 2:
-            raise MessageError(f"a message of {len(frames)} frames")
-        agent_id, message = _identity(frames[0]), rpc_decoding.decode(frames[1])
-        if (message.agent.agent_id if isinstance(message, Hello) else message.agent_id) != agent_id:
-            raise MessageError("an agent spoke in another's name")
+    def _admit(self, link: Link, first: zmq.Frame, frames: list[bytes]) -> Received | None:
+        """The message in `frames`, None if it was answered, ignored or put off here. Raise `MessageError` if it is none."""
+        if len(frames) != 1:
+            raise MessageError(f"a message of {1 + len(frames)} frames")
+        place, message = Connection(link, _identity(first.bytes)), rpc_decoding.decode(frames[0])
         if isinstance(message, Hello):
-            problem = rpc_decoding.version_problem(message)
-            if problem:
-                self._refuse(link, agent_id, Refusal(1, problem))
-                return None
-        if link.open:
-            narrowed = self._narrow(link, agent_id, message)
-            if narrowed is None:
-                return None
-            message = narrowed
+            return self._hello(place, first, message)
+        agent_id = message.agent_id
+        if self._route.get(agent_id) != place:
+            raise MessageError("an agent spoke in another's name, or before its Hello")
+        if link.open and agent_id not in link.agents:
+            raise MessageError("a report of an agent that is not of this link's job")
         if isinstance(message, wire.Bye):
             link.agents.discard(agent_id)
-        self._route[agent_id] = link
         return Received(agent_id, message, trusted=not link.open)
 
-    def _narrow(self, link: Link, agent_id: str, message: ToSupervisor) -> ToSupervisor | None:
-        """`message` of an open link, held to the jobs of that link; None if it must not get in (now)."""
-        if not isinstance(message, Hello):
-            if agent_id in link.agents:
-                return message
-            raise MessageError("a report of an agent that is not of this link's job")
+    def _hello(self, place: Connection, first: zmq.Frame, hello: Hello) -> Received | None:
+        problem = rpc_decoding.version_problem(hello)
+        if problem:
+            self._refuse(place, Refusal(1, problem))
+            return None
+        if rpc_links.is_astray(place.link, hello.spec.rdzv_id):
+            text = f"{place.link.address} is another job's; this agent is of {hello.spec.rdzv_id}"
+            self._refuse(place, Refusal(wire.EXIT_USAGE, text, elsewhere=True))
+            return None
+        if self._admission is None:
+            return self._decide(place, hello, Admitted(None))
+        peer = self._peer(place.link, first)
+        if not self._admission.must_wait(peer, hello):
+            return self._decide(place, hello, self._admission.who(peer, hello))
+        if place not in self._asking:
+            self._asking.add(place)
+            self._askers = self._askers or ThreadPoolExecutor(2, thread_name_prefix="rsup-munge")
+            self._askers.submit(self._ask, self._admission, place, peer, hello)
+        return None
+
+    def _ask(self, admission: Admission, place: Connection, peer: Peer, hello: Hello) -> None:
+        """On a thread: `munged` may take its time."""
+        self._asked.append((place, hello, admission.who(peer, hello)))
+        self.wake()
+
+    def _peer(self, link: Link, first: zmq.Frame) -> Peer:
+        uid = uid_of_zmq_peer(_property(first, "Peer-Address")) if link.address.startswith("ipc:") else None
+        if uid is not None or link.open:
+            return Peer(uid, ports=self._ports())
+        has_secret = _property(first, "User-Id") == KeyCheck.HOLDER.decode()
+        return Peer(keyed=True, has_secret=has_secret, ports=self._ports())
+
+    def _ports(self) -> list[int]:
+        tcp = [link.address.removeprefix("tcp://") for link in self._links.values() if link.address.startswith("tcp:")]
+        return [places.split_endpoint(endpoint)[1] for endpoint in tcp]
+
+    def _decide(self, place: Connection, hello: Hello, answer: Admitted | Refusal) -> Received | None:
+        """What becomes of a `Hello` now that we know who has sent it."""
+        agent_id, link = hello.agent.agent_id, place.link
+        decided: Hello | Refusal | None = answer if isinstance(answer, Refusal) else self._let(place, hello, answer)
+        if isinstance(decided, Refusal):
+            if not hello.attempt:
+                self._refuse(place, decided)
+            else:  # its ranks train: whatever is wrong (munged, the directory of users) may pass
+                self._count_bad(link, decided.message)
+            return None
+        if decided is None:
+            return None
+        self._route[agent_id] = place
+        return Received(agent_id, decided, trusted=not link.open)
+
+    def _let(self, place: Connection, hello: Hello, admitted: Admitted) -> Hello | Refusal | None:
+        agent_id, link_owner = hello.agent.agent_id, None
+        if place.link.open:
+            narrowed = self._narrow(place, hello)
+            if narrowed is None:
+                return None
+            hello, link_owner = narrowed, narrowed.spec.owner
+        if self._admission is None:
+            return hello
+        known = self._let_in.get(agent_id) or self.known_agent(agent_id)
+        decided = admit(hello, admitted, known, link_owner)
+        if isinstance(decided, Hello):
+            if len(self._let_in) >= _MAX_LET_IN:
+                self._let_in.clear()  # the jobs know their agents
+            self._let_in[agent_id] = Known(decided.spec.owner, decided.agent.principal)
+        return decided
+
+    def _narrow(self, place: Connection, hello: Hello) -> Hello | None:
+        """`hello` of an open link, held to the jobs of that link; None if it must not get in (now)."""
+        link = place.link
         if not link.jobs:
             return None
-        asked = message.spec.job_id or message.job_id
+        asked = hello.spec.job_id or hello.job_id
         key = next((key for key in reversed(link.jobs) if asked in ("", key.job_id)), None)
         if key is None:
             jobs = ", ".join(key.job_id for key in link.jobs)
             text = f"{link.address} has no key and is for job {jobs} only, not {asked}: set RSUP_KEY_FILE on all nodes"
-            self._refuse(link, agent_id, Refusal(wire.EXIT_USAGE, text))
+            self._refuse(place, Refusal(wire.EXIT_USAGE, text))
             return None
-        spec = msgspec.structs.replace(message.spec, cluster=key.cluster, owner=key.owner, job_id=key.job_id, listen="")
-        return msgspec.structs.replace(message, spec=spec)
+        spec = msgspec.structs.replace(hello.spec, cluster=key.cluster, owner=key.owner, job_id=key.job_id, listen="")
+        return msgspec.structs.replace(hello, spec=spec)
 
     def refuse(self, agent_id: str, exit_code: int, message: str) -> None:
         """Answer a `Hello` with a `Refusal`."""
-        link = self._route.get(agent_id)
-        if link is not None:
-            self._refuse(link, agent_id, Refusal(exit_code, message))
+        place = self._route.get(agent_id)
+        if place is not None:
+            self._refuse(place, Refusal(exit_code, message))
 
-    def _refuse(self, link: Link, agent_id: str, refusal: Refusal) -> None:
+    def _refuse(self, place: Connection, refusal: Refusal) -> None:
         self.counters.refused += 1
-        self._send_on(link, agent_id, refusal)
+        self._send_to(place, refusal)
 
     def _count_bad(self, link: Link, problem: str) -> None:
         self.counters.bad += 1
@@ -297,6 +389,8 @@ class RpcServer:
             link.socket.close()
         if self._key_check is not None:
             self._key_check.close()
+        if self._askers is not None:
+            self._askers.shutdown(wait=True, cancel_futures=True)
         self._context.term()
         for link in self._links.values():
             if link.address.startswith("ipc://"):
@@ -304,10 +398,15 @@ class RpcServer:
         os.close(self._wake_fd)
 
 
-def _identity(frame: bytes) -> str:
+def _identity(frame: bytes) -> bytes:
     if not frame or len(frame) > _MAX_IDENTITY_BYTES or frame[0] == 0:
         raise MessageError("a peer without an identity")
+    return frame
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    """A property of the connection that a message came by, empty where it has none of that name."""
     try:
-        return frame.decode()
-    except UnicodeDecodeError:
-        raise MessageError("an identity that is no text") from None
+        return str(frame.get(name))
+    except (zmq.ZMQError, ValueError, KeyError):
+        return ""

@@ -47,7 +47,9 @@ class SqlStore:
         *,
         copy: CopyThread | None = None,
         migrated: Migrated | None = None,
+        guard: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
+        """`guard` is held while the connection is used: its lease may use it too."""
         self.database = database
         """What a person calls it (no password)."""
         self.lease = lease
@@ -57,6 +59,7 @@ class SqlStore:
         self._connection: Connection | None = connect()
         self._writer = RecordWriter(self._connection.dialect.name)
         self._copy = copy
+        self._guard = guard or contextlib.nullcontext()
         self._closed = False
 
     @classmethod
@@ -112,6 +115,10 @@ class SqlStore:
         """See `store.Store`."""
         return self._run(lambda connection: hardware_rows.open_seats(connection, uuids, serials, node))
 
+    def last_node(self, uuid: str) -> str:
+        """See `store.Store`."""
+        return self._run(lambda connection: hardware_rows.node_of(connection, uuid))
+
     def commit(self, records: Sequence[Record]) -> None:
         """See `store.Store`. Costs about as much as the disk's sync."""
         if records:
@@ -131,6 +138,16 @@ class SqlStore:
         with translated(self.database):
             self.lease.announce(rpc, rest)
 
+    def identity(self) -> str:
+        """The store's random id, which goes with it into a copy."""
+        of_store = select(tables.meta.c.value).where(tables.meta.c.key == "store")
+        return str(self._run(lambda connection: connection.execute(of_store).scalar()) or "")
+
+    def lease_doubt(self) -> str:
+        """Why another supervisor may have the lease by now, empty if none can: before anything is said that only its holder
+        may say. Waits a moment at most."""
+        return self.lease.doubt() if isinstance(self.lease, PostgresLease) else ""
+
     def close(self) -> None:
         """Leave the last copy where there is one, give the lease back and close. Again: nothing."""
         if self._closed:
@@ -138,6 +155,11 @@ class SqlStore:
         self._closed = True
         if self._copy is not None:
             self._copy.close()
+        if isinstance(self.lease, PostgresLease):
+            is_broken = self.lease.is_broken
+            self.lease.give_up()
+            if is_broken and self._connection is not None:
+                self._connection.invalidate()
         if self._connection is not None:
             with contextlib.suppress(DBAPIError):
                 self._connection.close()
@@ -172,7 +194,7 @@ class SqlStore:
         assert not self._closed, "the store is closed"
         if self._connection is None:
             self._connection = self._connect()
-        with self._connection.begin():
+        with self._guard, self._connection.begin():
             return work(self._connection)
 
 
@@ -205,7 +227,7 @@ def _open_postgres(url: URL, holder: LeaseHolder, *, may_migrate: bool = False) 
     engine = postgres_writer(url)
     name = describe(url)
     lease = PostgresLease(name, holder)
-    store = SqlStore(name, lease, lambda: lease.take(engine))
+    store = SqlStore(name, lease, lambda: lease.take(engine), guard=lease)
     try:
         revision = store.change(schema.read_revision)
         if may_migrate and revision is not None and revision in tables.REVISIONS[:-1]:

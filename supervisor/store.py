@@ -67,6 +67,10 @@ class Store(Protocol):
         """Stays that are not over, of these boards or on that node."""
         ...
 
+    def last_node(self, uuid: str) -> str:
+        """Where a device was last seen, empty if nowhere."""
+        ...
+
     def commit(self, records: Sequence[Record], /) -> None:
         """Write all of `records` or nothing, durably. Raise `StoreError`; then nothing was written."""
         ...

@@ -68,6 +68,8 @@ def merge(source: Engine, change: Change, *, live_too: bool = False) -> Merged:
         merged.new_evidence = change(partial(history_merge.merge_evidence, read, ids=ids, as_is=live_too))
         merged.changed_subjects = change(partial(history_merge.merge_subjects, read, ids=ids, as_is=live_too))
         change(partial(history_merge.merge_seats, read, as_is=live_too))
+        if live_too:
+            change(partial(history_merge.copy_drains, read))
     return merged
 
 

@@ -6,6 +6,7 @@ next supervisor in that trouble takes up again, so that `rsup status` has one pl
 its holder is the supervisor to talk to.
 """
 
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from rsup.supervisor import places
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.memory_store import MemoryStore
+from rsup.supervisor.record_rows import save_meta
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import Store, StoreError, StoreHeld
 
@@ -46,10 +48,23 @@ class OpenedStore:
         read = f"; read it with RSUP_DATABASE_URL=sqlite:///{self.target}" if self.target else ""
         return f"{self.trouble}; this job's story is kept in {self.place}{read}"
 
+    @property
+    def store_id(self) -> str:
+        """The store's random id, empty for one in memory. Raise `StoreError`."""
+        return self.store.identity() if isinstance(self.store, SqlStore) else ""
+
     def announce(self, rpc: str, rest: str) -> None:
         """Tell whoever finds the store held where we answer. Raise `StoreError`, `OSError`."""
         if isinstance(self.store, SqlStore):
             self.store.announce(rpc, rest)
+
+    def tell_secrets(self, digests: dict[str, str]) -> None:
+        """Leave digests of this supervisor's secrets for one that stands by, which compares them with its own."""
+        if isinstance(self.store, SqlStore):
+            try:
+                self.store.change(lambda connection: save_meta(connection, "holder_secrets", json.dumps(digests)))
+            except StoreError as error:
+                _log.warning("one that stands by cannot compare its secrets with ours: %s", error)
 
 
 def open_usual(target: str | Path, holder: LeaseHolder, *, embedded: bool) -> OpenedStore:

@@ -29,7 +29,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001", "0002", "0003")
 """Every schema this release knows, oldest first. A store that names another one is newer than the code."""
 
 HEAD = REVISIONS[-1]
@@ -332,6 +332,7 @@ evidence = Table(  # what speaks for or against a device or node; append only, b
     Index("ix_evidence_kind_subject_last_us", "kind", "subject", "last_us", "effect", "weight", "first_us"),
     Index("ix_evidence_last_us", "last_us"),
     Index("ix_evidence_job", "job"),
+    Index("ix_evidence_source", "source", "count"),
     Index("ix_evidence_counted", "last_us", "kind", "subject", "episode", "weight", **_only(COUNTED)),
 )
 
@@ -395,6 +396,17 @@ seats = Table(  # where each device sat, from when to when; `placements` says wh
     _text("boot_id"),
     Index("ix_seats_node", "node"),
     Index("ix_seats_serial", "serial"),
+)
+
+drain_notes = Table(  # what was done, seen and asked for about a node in the scheduler; append only
+    "drain_notes",
+    metadata,
+    _key("node", Text),
+    _key("at_us"),
+    _key("what", Text),
+    _number("number"),
+    _text("reason"),
+    _text("principal"),
 )
 
 meta = Table(  # facts about the store itself: `store` (its random id), `holder` (PostgreSQL's lease), `term` (copies)

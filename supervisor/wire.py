@@ -5,8 +5,9 @@ Three links use this file:
 * **agent -> supervisor** (`ToSupervisor`): `Hello` first and after every reconnect, then `Report`s. A report carries
   *facts*, numbered 1, 2, ... per agent without gaps; the supervisor applies each once, in order, and answers with the
   number of the last one it has committed. What is not acknowledged stays in the agent's spool and is sent again.
-* **supervisor -> agent** (`ToAgent`): `Welcome` or `Refusal`, then `Order`s. An order carries *commands*, numbered
-  1, 2, ... per agent; the agent performs each once and acknowledges in its reports. Unacknowledged commands are sent again.
+* **supervisor -> agent** (`ToAgent`): `Welcome` or `Refusal`, then `Order`s; `StandsBy` of one that does not decide. An order
+  carries *commands*, numbered 1, 2, ... per agent; the agent performs each once and acknowledges in its reports.
+  Unacknowledged commands are sent again.
 * **rank <-> agent** (`RankToAgent`, `AgentToRank`): one SOCK_SEQPACKET packet a message, `RSUP_RANK_SOCKET`. The socket
   and the heartbeat board travel with the agent's release, so this link has no version range.
 
@@ -36,6 +37,10 @@ EXIT_VALIDATION_FAILED = 17
 EXIT_NO_SUPERVISOR = 75
 EXIT_REQUEUE = 88
 EXIT_NO_REQUEUE = 93
+SLURM_GROUP = "slurm-"
+"""How the rendezvous id of a SLURM step begins: no other step has the same."""
+GATE_REFUSES = "the gate refuses"
+"""In the reason of an 88: the job is to run again, and not on that node."""
 DECLARED_EXIT_CODES = (16, 17, 75, 88, 93)
 """Codes a rank's exit passes on only after it declared them with `RankDeclares`; undeclared they become 1."""
 DECLARABLE_EXIT_CODES = (EXIT_USAGE, *DECLARED_EXIT_CODES)
@@ -240,6 +245,8 @@ class AgentInfo(Struct, frozen=True):
     """When the process started (`heartbeat_board.process_start_ticks`): a reused pid is not taken for it. 0: unknown."""
     versions: dict[str, str] = {}
     """What is installed on this node, of those names that must be alike on all: `python`, `torch`, `nccl`."""
+    principal: str = ""
+    """Whose agent it is, set by the supervisor that let it in; empty where nobody was asked."""
 
 
 class JobResult(Struct, frozen=True):
@@ -639,6 +646,13 @@ class Note(Fact, frozen=True):
     """Memory of all of them."""
 
 
+class NodeLost(Fact, frozen=True):
+    """The scheduler has given up a node of the job that does not answer (`Order.silent`): nothing of the job goes on there."""
+
+    node: str
+    reason: str
+
+
 class AgentGone(Fact, frozen=True):
     """Sent in a dead agent's name by its keeper: agent and ranks are known dead, every process of the attempt is reaped."""
 
@@ -669,6 +683,7 @@ AnyFact = (
     | SignalReceived
     | RequestDone
     | Note
+    | NodeLost
     | AgentGone
 )
 
@@ -704,6 +719,8 @@ class Hello(Struct, frozen=True, tag=True):
     """The job that the last `Welcome` named, empty before the first: with `run` it finds a job that has ended since, or names
     one that the supervisor has forgotten."""
     run: int = 0
+    credential: str = ""
+    """Over TCP, who this agent is: `bearer TOKEN` (with a key only) or `munge CREDENTIAL`; empty where it has neither."""
 
 
 class Report(Struct, frozen=True, tag=True):
@@ -896,6 +913,8 @@ class SupervisorInfo(Struct, frozen=True):
     rest: str = ""
     store: str = ""
     """The database, for people to read (no password)."""
+    store_id: str = ""
+    """The store's own random id, empty if it has none: the same store may be named in several ways."""
     notice: str = ""
     """What is not as usual with this supervisor, for the launch's terminal: one sentence, empty where nothing is."""
 
@@ -910,6 +929,8 @@ class Welcome(Struct, frozen=True, tag=True):
     run: int
     epoch: int
     acked_fact: int
+    secret_identities: bool = False
+    """The connection need not be named after the agent's id."""
 
 
 class Refusal(Struct, frozen=True, tag=True):
@@ -917,6 +938,21 @@ class Refusal(Struct, frozen=True, tag=True):
 
     exit_code: int
     message: str
+    elsewhere: bool = False
+    """Another job's supervisor has answered by chance: the agent has other addresses to try."""
+
+
+class StandsBy(Struct, frozen=True, tag=True):
+    """Answer to `Hello` or `Report` of a supervisor that does not decide: another one leads, or it cannot tell whether it still
+    does. The agent tries its other addresses, and asks again. An agent of a release without this message drops it, and goes on
+    as if nothing had answered."""
+
+    leader: str = ""
+    """Where the leader answers other hosts, empty if unknown."""
+    instance: str = ""
+    """The leader's, as in `SupervisorInfo`."""
+    message: str = ""
+    """Why, for people."""
 
 
 class Order(Struct, frozen=True, tag=True):
@@ -928,9 +964,12 @@ class Order(Struct, frozen=True, tag=True):
     commands: list[AnyCommand] = []
     notices: list[str] = []
     """Sentences for the launch's terminal, said once and not acknowledged: what the job's story has too."""
+    silent: list[str] = []
+    """Nodes of the job that do not answer, for the one agent that may ask the scheduler about them. An agent of a supervisor
+    that sends none says no `NodeLost`."""
 
 
-ToAgent = Welcome | Refusal | Order
+ToAgent = Welcome | Refusal | StandsBy | Order
 
 
 # ------------------------------------------------------------------------------------------------------ rank <-> agent

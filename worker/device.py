@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.places import boot_id, this_node
 from rsup.worker.rerun.contract import RankDevice
 
 
@@ -21,7 +21,7 @@ def this_device(device: torch.device | str | None = None) -> RankDevice:
         uuid = f"GPU-{properties.uuid}"  # its own word counts: a verdict is about the board that really computed
         model = model or properties.name
     uuid = uuid or f"CPU-{boot_id()}-{os.environ.get('LOCAL_RANK', '0')}"
-    return RankDevice(uuid, this_host(), model, told["VBIOS"], told["DRIVER"])
+    return RankDevice(uuid, this_node(), model, told["VBIOS"], told["DRIVER"])
 
 
 def _current() -> torch.device:

@@ -41,6 +41,8 @@ class Book:
         self.models: dict[str, str] = {}
         self.cleaned_us = 0
         """When clean run time was last counted."""
+        self.changes = 0
+        """How many turns have changed something here."""
         self._dossiers: OrderedDict[Key, Dossier] = OrderedDict()
         self._due_us: int | None = None
 
@@ -56,6 +58,7 @@ class Book:
 
     def keep(self, turn: BookTurn) -> None:
         """The turn has been committed."""
+        self.changes += bool(turn.dossiers or turn.seats)
         for key, dossier in turn.dossiers.items():
             if is_open(dossier.saved):
                 self.open[key] = dossier.saved

@@ -12,15 +12,16 @@ from msgspec.structs import replace
 from rsup.supervisor.events import DevicesKnown
 from rsup.supervisor.evidence import FOLLOWED_RANK, Evidence
 from rsup.supervisor.hardware.device_machine import COUNTED, RanClean, Rows, Sighted, TimePassed, decide
-from rsup.supervisor.hardware.identity import is_stand_in, seat
+from rsup.supervisor.hardware.identity import is_stand_in, normal_pci, seat
+from rsup.supervisor.hardware.node_report import MAX_EVENTS, NodeReport, NodeReportReply, evidence_of, seating_of
 from rsup.supervisor.hardware.policy import Policy
 from rsup.supervisor.hardware.states import OUT, Dossier, Standing, avoided, clear_dossier, is_open
 from rsup.supervisor.hardware.verbs import VerbRequest, Verdict, ask
 from rsup.supervisor.loop_batch import Batch
-from rsup.supervisor.records import SeatSaved, SubjectSaved, TransitionSaved
+from rsup.supervisor.records import DeviceSeen, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.states import AgentState, JobState, Phase, Role
 from rsup.supervisor.store import Store
-from rsup.supervisor.wire import AvoidedDevice, Hello
+from rsup.supervisor.wire import AvoidedDevice, Device, Hello
 
 Key = tuple[str, str]
 """Kind and name of a subject."""
@@ -203,6 +204,33 @@ class BookTurn:
         if rows and effect == COUNTED and evidence.kind == "device":
             self._weigh_node(evidence, before.saved, after.saved)
 
+    def reported(self, report: NodeReport) -> NodeReportReply:
+        """A node's own root has said which boards it has, and what happened there."""
+        listed = report.devices or []
+        uuids = list(dict.fromkeys([*(one.uuid for one in listed), *(event.device for event in report.events if event.device)]))
+        known = self._open_seats(uuids, [one.serial for one in listed if one.serial], report.node)
+        seating, lines = seating_of(report, known, self._is_alive, self._batch.now.us)
+        self._keep_seats(seating.seats, known)
+        arrived = {stay.uuid for stay in seating.seats if stay.to_us is None and stay.from_us >= self._batch.now.us}
+        self._batch.records += [_seen(device, report.node, self._batch.now.us) for device in listed if device.uuid in arrived]
+        seats = self._open_seats(uuids, [], report.node)
+        kinds: dict[str, int] = {}
+        refused = 0
+        for event in report.events[:MAX_EVENTS]:
+            last_node = "" if not event.device else self._book.store.last_node(event.device)
+            evidence = evidence_of(report, event, seats, last_node, self._batch.now.us)
+            if isinstance(evidence, str):
+                refused += 1
+                lines += [evidence] if evidence else []
+                continue
+            before = len(self._batch.records)
+            self._weigh(evidence)
+            if len(self._batch.records) > before:
+                kinds[event.kind] = kinds.get(event.kind, 0) + 1
+        self._tell_jobs()
+        new = sum(kinds.values())
+        return NodeReportReply(new, len(report.events[:MAX_EVENTS]) - new - refused, lines, kinds)
+
     def _time_of(self, evidence: Evidence, state: JobState | None) -> int:
         """When it was seen, as far as a node's clock can be right: not before its job, and not yet to come."""
         earliest_us = 0 if state is None else state.created_us
@@ -351,6 +379,11 @@ class BookTurn:
 def _used(agent: AgentState) -> list[str]:
     """Devices that its ranks run on: what they said, else those that come first."""
     return list(agent.devices_used.values()) or agent.devices[: agent.info.num_ranks]
+
+
+def _seen(device: Device, node: str, now_us: int) -> DeviceSeen:
+    bus = normal_pci(device.pci_bus_id)
+    return DeviceSeen(device.uuid, now_us, node, device.model, device.serial, device.board, bus, device.vbios, device.driver)
 
 
 def _is_bad(saved: SubjectSaved) -> bool:

@@ -36,7 +36,7 @@ def test_devices(words: Sequence[str]) -> int:
 
 def test_node(words: Sequence[str]) -> int:
     """Run `rsup nodes test [NODE] OPTIONS`; return the exit code. Raise `RsupError`."""
-    here, left = places.this_host(), list(words)
+    here, left = places.this_node(), list(words)
     if (place := _place_of_name(left)) is not None:
         named = left.pop(place)
         if named != here:

@@ -41,6 +41,10 @@ def main(name: str, argv: Sequence[str]) -> int:
         from rsup.supervisor.hardware import device_test_verbs
 
         return (device_test_verbs.test_devices if name == "devices" else device_test_verbs.test_node)(words[1:])
+    if name == "nodes" and words[:1] in (["drain"], ["undrain"]):
+        from rsup.supervisor.slurm import slurm_cli
+
+        return slurm_cli.drain_nodes(words)
     if words[:1] == ["history"]:
         words[0] = "timeline"
     arguments = _parser(name).parse_args(words)
@@ -74,6 +78,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     history_cli.add_parsers(verbs, kind)
     of = "" if kind == "device" else " of all devices of this node"
     verbs.add_parser("test", help=f"run an active test{of} (an SDC screen), see `rsup {name} test --help`", allow_abbrev=False)
+    if kind == "node":
+        for verb, text in (("drain", "drain them in SLURM"), ("undrain", "end drains of ours in SLURM")):
+            verbs.add_parser(verb, help=f"{text}, see `rsup nodes {verb} --help`", allow_abbrev=False)
     for verb, text in _VERBS.items():
         _add_change(verbs, verb, text, kind)
     _add_import(verbs, kind)

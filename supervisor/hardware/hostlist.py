@@ -2,12 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rsup.supervisor.wire import UsageError
 
 MAX_NODES = 65_536
 _ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.ASCII | re.DOTALL)
 _RANGES = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -23,6 +24,34 @@ def expand(text: str) -> list[str]:
             if len(names) > MAX_NODES:
                 raise UsageError(f"{text[:60]!r} names more than {MAX_NODES} nodes")
     return list(names)
+
+
+def fold(names: Iterable[str]) -> str:
+    """The other way: names that differ in their last number alone are written as one, `n[1-4,7],login`."""
+    groups: dict[tuple[str, str, int], set[int]] = {}
+    others: list[str] = []
+    for name in dict.fromkeys(names):
+        found = _NUMBERED.fullmatch(name)
+        if found is None:
+            others.append(name)
+            continue
+        before, digits, after = found.groups()
+        groups.setdefault((before, after, len(digits) if digits.startswith("0") else 0), set()).add(int(digits))
+    written = [f"{before}{_ranges(sorted(numbers), width)}{after}" for (before, after, width), numbers in groups.items()]
+    return ",".join(written + others)
+
+
+def _ranges(numbers: list[int], width: int) -> str:
+    """Of one number the number itself, else `[1-4,7]`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    if len(numbers) == 1:
+        return f"{numbers[0]:0{width}d}"
+    return "[" + ",".join("-".join(f"{number:0{width}d}" for number in run) for run in runs) + "]"
 
 
 def _names(item: str, text: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ that a slip of the pen does not put devices away or let them back.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -62,17 +63,33 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Guard(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many nodes may be drained without a person's word; releases are never held up."""
+    """How many nodes may be refused to jobs, and drained for that; releases are never held up. `slurm.guard` applies it."""
 
     max_nodes: int = 2
     max_fraction: float = 0.05
+    most_nodes: int = 50
     max_per_hour: int = 4
     max_per_rack: int = 2
+    rack_pattern: str = r"^(.*?)[^0-9a-zA-Z]*[a-zA-Z]*[0-9]+$"
 
-    def allows(self, num_drained: int, num_eligible: int, in_last_hour: int, in_rack: int = 0) -> bool:
-        """Whether one more node may be drained. `num_eligible`: nodes that could be drained at all, zero is usual."""
-        most = max(self.max_nodes, int(self.max_fraction * num_eligible))
-        return num_drained < most and in_last_hour < self.max_per_hour and in_rack < self.max_per_rack
+    def limit(self, num_eligible: int) -> int:
+        """How many nodes may be refused at once, where so many could be."""
+        return min(max(self.max_nodes, int(self.max_fraction * num_eligible)), self.most_nodes)
+
+    def allows(self, num_refused: int, num_eligible: int, in_last_hour: int, in_rack: int = 0) -> bool:
+        """Whether one more node may be refused. `num_eligible`: nodes that could be, zero is usual."""
+        return not self.holds_back(num_refused, num_eligible, in_last_hour, in_rack)
+
+    def holds_back(self, num_refused: int, num_eligible: int, in_last_hour: int, in_rack: int = 0) -> str:
+        """Which limit is reached, empty for none."""
+        limit = self.limit(num_eligible)
+        if num_refused >= limit:
+            return f"{num_refused} of at most {limit} nodes are refused already ({num_eligible} could be)"
+        if in_last_hour >= self.max_per_hour:
+            return f"{in_last_hour} nodes were refused within the hour (max_per_hour {self.max_per_hour})"
+        if in_rack >= self.max_per_rack:
+            return f"{in_rack} nodes of its rack are refused already (max_per_rack {self.max_per_rack})"
+        return ""
 
 
 class _Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +143,12 @@ class Policy(Struct, frozen=True, kw_only=True):
 
     def suspect_score_of(self, kind: str) -> float:
         return self.node_suspect_score if kind == "node" else self.suspect_score
+
+
+def draining_at_once(policy: Policy) -> Policy:
+    """The same policy, in which what drains a node at a second independent episode does so at the first."""
+    rules = tuple(msgspec.structs.replace(rule, drain="now") if rule.drain == "second" else rule for rule in policy.rules)
+    return msgspec.structs.replace(policy, rules=rules)
 
 
 @cache
@@ -233,6 +256,12 @@ def _check_limits(limits: _Limits, guard: Guard, where: str) -> None:
     for key, value in (*msgspec.structs.asdict(limits).items(), *msgspec.structs.asdict(guard).items()):
         if isinstance(value, int | float) and not 0 <= value <= 1_000_000:
             raise UsageError(f"{where}: {key}: {value!r} is not possible; use a number from 0 to 1000000")
+    try:
+        has_group = re.compile(guard.rack_pattern).groups >= 1
+    except re.error:
+        has_group = False
+    if not has_group:
+        raise UsageError(f"{where}: guard.rack_pattern: use a regular expression with a group, the rack in a node's name")
     if not limits.name or len(limits.name) > MAX_NAME_CHARS or not limits.name.isprintable() or "/" in limits.name:
         raise UsageError(f"{where}: name: use 1 to {MAX_NAME_CHARS} printable characters without a slash")
     if limits.watch_ttl_h < limits.suspect_ttl_h:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec import Struct
 
 from rsup.supervisor.evidence import FOLLOWED_RANK
+from rsup.supervisor.hardware.node_report import EVENT
 from rsup.supervisor.hardware.policy import HOUR_US, Policy, Rule
 from rsup.supervisor.hardware.states import Standing, one_line, rank
 from rsup.supervisor.records import EvidenceSaved
@@ -240,7 +241,7 @@ def episode_names(row: EvidenceSaved) -> list[str]:
     """What it has in common with others of its episode: those that share one of them belong together."""
     if row.source == "person":
         return [f"person:{row.principal}"]
-    names = [row.episode]
+    names = [row.episode.partition(EVENT)[0]]
     if row.job is not None and row.source != "devices":
         key = row.job
         names.append(f"job:{key.cluster}/{key.owner}/{key.job_id}.{key.run}")

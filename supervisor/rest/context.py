@@ -13,9 +13,14 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Request
 from sqlalchemy import Connection, Engine
 
+from rsup.supervisor.hardware.node_report import NodeReport, NodeReportReply
 from rsup.supervisor.hardware.verbs import VerbRequest
+from rsup.supervisor.identities import Identities
 from rsup.supervisor.principals import Principal, TokenBook
 from rsup.supervisor.records import JobKey
+from rsup.supervisor.slurm.drain_status import Counters
+from rsup.supervisor.slurm.drain_words import Answer, Word
+from rsup.supervisor.slurm.snapshot import Snapshot
 from rsup.supervisor.views import LiveBeats
 from rsup.supervisor.wire import SupervisorInfo
 
@@ -57,6 +62,20 @@ class HardwareAnswer(Protocol):
     def message(self) -> str: ...
 
 
+class Gates(Protocol):
+    """What gates and operators need of the drain keeper (`slurm.drain_keeper.DrainKeeper`); from any thread."""
+
+    @property
+    def snapshot(self) -> Snapshot | None: ...
+
+    @property
+    def counters(self) -> Counters: ...
+
+    def status(self) -> Mapping[str, Any]: ...
+
+    def ask(self, word: Word) -> "Future[Answer]": ...
+
+
 class LiveView(Protocol):
     """What only the running supervisor knows. Called from request threads, so each answer must be safe to make there."""
 
@@ -94,6 +113,13 @@ class RestContext:
     reply_timeout_s: float = 10.0
     change_hardware: "Callable[[VerbRequest], Future[HardwareAnswer]] | None" = None
     """Hands a change of a device or node to the loop."""
+    report_node: "Callable[[NodeReport], Future[NodeReportReply | None]] | None" = None
+    """Hands what a node says of itself to the loop."""
+    gates: Gates | None = None
+    """None: this supervisor has none."""
+    identities: Identities | None = None
+    """Who peers of the UNIX socket and makers of MUNGE credentials are; None: only tokens count."""
+    rest_ports: tuple[int, ...] = ()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -108,6 +134,8 @@ class RestContext:
         return {"address": info.rest or None, **same}
 
 
+PEER_UID = "peer-uid"
+"""In a request's `client`: it came over the UNIX socket, and the port is the peer's uid. No address reads like that."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 

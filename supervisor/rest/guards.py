@@ -3,13 +3,16 @@
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rsup.supervisor.principals import Principal, Role
-from rsup.supervisor.rest.context import Context
+from rsup.supervisor import munge
+from rsup.supervisor.identities import Identities, Vouched
+from rsup.supervisor.munge import MungeError
+from rsup.supervisor.principals import Principal, Role, owner_name
+from rsup.supervisor.rest.context import PEER_UID, Context
 from rsup.supervisor.rest.problems import problem, refused
 
 MAX_BODY_BYTES = 64 * 1024
@@ -24,7 +27,10 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-NO_TOKEN = "no token: send `Authorization: Bearer TOKEN` with the one in the file `token` of the supervisor's state directory"
+NO_TOKEN = (
+    "no token: send `Authorization: Bearer TOKEN` with the one in the file `token` of the supervisor's state directory, "
+    "or a MUNGE credential, or ask over the UNIX socket"
+)
 WRONG_TOKEN = "this token is not known here: use the one in the file `token` of the supervisor's state directory"
 
 
@@ -94,10 +100,16 @@ _bearer = HTTPBearer(auto_error=False, description="the token in the file `token
 def find_principal(
     request: Request, context: Context, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Principal:
-    """Who asks, by bearer header or the page's cookie. A cookie changes something only from the page itself: other pages of
-    the same host, on other ports, are `same-site` and would send it too."""
+    """Who asks: by what the `Authorization` header says, else as the peer of the UNIX socket, else by the page's cookie. A
+    cookie changes something only from the page itself: other pages of the same host, on other ports, are `same-site` and would
+    send it too."""
+    scheme, _, credential = request.headers.get("authorization", "").partition(" ")
     if bearer is not None:
         token = bearer.credentials
+    elif scheme.lower() == "munge" and context.identities is not None:
+        return _by_munge(request, context.identities, credential.strip(), context.rest_ports)
+    elif context.identities is not None and request.client is not None and request.client.host == PEER_UID:
+        return _known(context.identities.of_uid(request.client.port), f"uid {request.client.port}")
     else:
         token = request.cookies.get(cookie_name(request), "")
         if not token:
@@ -110,11 +122,38 @@ def find_principal(
     return principal
 
 
+def _by_munge(request: Request, identities: Identities, credential: str, ports: tuple[int, ...]) -> Principal:
+    target = request.scope.get("raw_path") or request.url.path.encode()
+    subject = f"{request.method} {target.decode('ascii', 'replace').partition('?')[0]}"
+    try:
+        found = identities.of_munge(credential, munge.REST_PURPOSE, subject, ports)
+    except MungeError as error:
+        raise refused(401, str(error)) from None
+    return _known(found, "the maker of this MUNGE credential")
+
+
+def _known(found: Vouched | None, who: str) -> Principal:
+    if found is None:
+        raise refused(403, f"this supervisor runs for {owner_name()} only, not for {who}")
+    return found.principal
+
+
 def _same_origin(request: Request) -> bool:
     return request.headers.get("origin") == f"{request.url.scheme}://{request.headers.get('host')}"
 
 
-Asker = Annotated[Principal, Depends(find_principal)]
+AnyPrincipal = Annotated[Principal, Depends(find_principal)]
+"""Who asks, a node included: for the gate's snapshot only."""
+
+
+def find_person(principal: AnyPrincipal) -> Principal:
+    """Who asks, if no node."""
+    if principal.role is Role.NODE:
+        raise refused(403, f"{principal} may not do this: a node's token reads the snapshot and reports for its own node")
+    return principal
+
+
+Asker = Annotated[Principal, Depends(find_person)]
 
 
 def find_operator(asker: Asker) -> Principal:
@@ -125,3 +164,14 @@ def find_operator(asker: Asker) -> Principal:
 
 
 Operator = Annotated[Principal, Depends(find_operator)]
+
+
+def find_reporter(principal: AnyPrincipal, name: Annotated[str, Path(max_length=300)]) -> Principal:
+    """Who asks, if they may report for the node of the path's `name`."""
+    if not principal.may_report_for(name):
+        raise refused(403, f"{principal} may not report for node {name}: only that node's own token and operators may")
+    return principal
+
+
+Reporter = Annotated[Principal, Depends(find_reporter)]
+"""Who reports for the node that the path calls `name`."""

@@ -14,6 +14,7 @@ from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
 from rsup.supervisor.rest.problems import documented, problem
+from rsup.supervisor.slurm.drain_status import metrics_of
 from rsup.supervisor.training_views import live_training
 from rsup.supervisor.wire import RELEASE, now_us
 
@@ -52,13 +53,15 @@ def prometheus(context: Context, asker: Asker) -> Response:
     """Metrics in Prometheus' text format."""
     with context.reading() as connection:
         live_jobs, _ = views.list_jobs(connection, state="live", limit=MAX_JOBS)
-        families = metrics.store_metrics(connection)
+        families = [*metrics.store_metrics(connection), *metrics.hardware_metrics(connection)]
         training = live_training(
             connection, asker.may_read, lambda row: _reached(context.live.beats(_key_of(row))), now_us(), MAX_JOBS
         )
     ages_s = {metrics.job_label(job): _beat_ages_s(context.live.beats(_key(job))) for job in live_jobs}
     every = [age for ages in ages_s.values() for age in ages]
     families += metrics.live_metrics(RELEASE, every, context.live.loop_age_s(), context.live.counters())
+    if context.gates is not None:
+        families += metrics_of(context.gates.status(), context.gates.counters, now_us())
     families += metrics.job_metrics([job for job in live_jobs if asker.may_read(job["owner"])], ages_s)
     families += metrics.training_metrics(training)
     return Response(metrics.render(families), media_type=metrics.CONTENT_TYPE)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rsup.supervisor.rest.context import LOOPBACK_HOSTS
+from rsup.supervisor.peer_identity import peer_uid
+from rsup.supervisor.rest.context import LOOPBACK_HOSTS, PEER_UID
 from rsup.supervisor.wire import RsupError
 
 STOP_TIMEOUT_S = 10.0
@@ -20,12 +22,28 @@ class ListenError(RsupError):
     """The address cannot be listened at."""
 
 
+class PeerProtocol(H11Protocol):
+    """HTTP whose ASGI scope names, as the client of a UNIX socket, `PEER_UID` and the peer's uid."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        connected = transport.get_extra_info("socket")
+        uid = peer_uid(connected) if connected is not None else None
+        if uid is not None:
+            self.client = (PEER_UID, uid)
+
+
 class RestServer:
     """One listening socket, bound at once (port 0: any), served from `start` to `stop`."""
 
-    def __init__(self, host: str, port: int, listening: socket.socket | None = None) -> None:
-        """`listening`: a socket that listens there already, taken over."""
+    def __init__(
+        self, host: str, port: int, listening: socket.socket | None = None, local: socket.socket | None = None
+    ) -> None:
+        """`listening`: a socket that listens there already, taken over. `local`: a listening UNIX socket, served too; it stays
+        its owner's."""
         self._socket = _listen(host, port) if listening is None else listening
+        self._sockets = [self._socket, *([local] if local is not None else [])]
         self.port: int = self._socket.getsockname()[1]
         self.address = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
         self.allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS if host in LOOPBACK_HOSTS else ()
@@ -36,7 +54,7 @@ class RestServer:
         """Serve `app`. `on_failure` is called on the server's thread should it end with an error."""
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=PeerProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -51,7 +69,7 @@ class RestServer:
 
         def serve() -> None:
             try:
-                asyncio.run(server.serve(sockets=[self._socket]))
+                asyncio.run(server.serve(sockets=self._sockets))
             except BaseException as error:
                 logging.getLogger("rsup.rest").error("the page's server ended: %s", error)
                 if on_failure is not None:

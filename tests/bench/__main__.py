@@ -8,6 +8,7 @@ from tests.bench import (
     bench_agent,
     bench_checks,
     bench_crowd,
+    bench_gate,
     bench_hang,
     bench_history,
     bench_inprocess,
@@ -17,6 +18,8 @@ from tests.bench import (
     bench_restart,
     bench_saves,
     bench_sections,
+    bench_snapshot,
+    bench_takeover,
 )
 from tests.bench.table import Row, print_table
 
@@ -32,11 +35,14 @@ def main() -> None:
         bench_inprocess,
         bench_leaving,
         bench_saves,
+        bench_gate,
         bench_hang,
         bench_agent,
         bench_history,
+        bench_takeover,
         bench_checks,
         bench_rerun,
+        bench_snapshot,
     ):
         rows += bench.main()
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F', time.gmtime())}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rsup.launcher.inventory import local_devices
+from rsup.launcher.inventory import local_devices, numbered_boards
 
 
 class NVMLError(Exception):
@@ -98,3 +98,24 @@ def test_cpu_stand_ins_where_no_gpu_is_left(monkeypatch: pytest.MonkeyPatch, vis
 def test_cpu_stand_ins_without_driver_or_bindings(monkeypatch: pytest.MonkeyPatch, nvml: object) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
     assert [device.model for device in local_devices(1, {})] == ["CPU"]
+
+
+class ShiftedNvml(FakeNvml):
+    """Board 1 has fallen off the bus: NVML tells of it by an error, and knows what `/dev/nvidiaN` each of the others is."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index == 1:
+            raise NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetMinorNumber(self, handle: int) -> int:
+        if handle == 3:
+            raise NVMLError("Not Supported")
+        return 7 - handle
+
+
+def test_boards_are_numbered_by_their_device_files() -> None:
+    """What SLURM counts by; NVML's order is the second best."""
+    found = [(number, device.uuid) for number, device in numbered_boards(ShiftedNvml())]
+    assert found == [(7, "GPU-aa1"), (5, "GPU-b"), (3, "GPU-c")]
+    assert [number for number, _ in numbered_boards(FakeNvml())] == [0, 1, 2, 3]

@@ -80,6 +80,7 @@ def some_fact(kind: type[wire.Fact], attempt: int) -> wire.AnyFact:
         wire.SignalReceived: {"signal": 15},
         wire.RequestDone: {"request_id": "r", "done": True},
         wire.Note: {"level": "info", "text": "hello"},
+        wire.NodeLost: {"node": "b", "reason": "SLURM says so"},
         wire.AgentGone: {"reason": "dead"},
     }[kind]
     return kind(at_us=1, **values)  # type: ignore[return-value]

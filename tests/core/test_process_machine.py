@@ -109,6 +109,7 @@ EXAMPLES: list[ev.Event] = [
     ev.Noticed("info", "a line"),
     ev.HealthRead((wire.HealthReading("GPU-1", "xid", "79"),), "boot"),
     ev.SurvivorsNamed(1, ("11 (python, D)",)),
+    ev.NodeGivenUp("n2", "SLURM says that it is DOWN"),
     ev.Tick(),
 ]
 

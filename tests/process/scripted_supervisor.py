@@ -33,6 +33,7 @@ class ScriptedSupervisor:
         self.said_bye = False
         self.answers = True
         self.refuse: wire.Refusal | None = None
+        self._identity = b""
         self._acked = 0
         self._sequence = 0
         self._commands: list[wire.AnyCommand] = []
@@ -90,12 +91,12 @@ class ScriptedSupervisor:
         if not self.answers:
             return
         if isinstance(message, wire.Hello):
-            self.hello = message
+            self.hello, self._identity = message, frames[0]
             if self.refuse:
                 self._socket.send_multipart([frames[0], wire.encode(self.refuse)])
                 return
             info = wire.SupervisorInfo("scripted", 1, "host", False, "http://127.0.0.1:1", "memory")
-            welcome = wire.Welcome((1, wire.WIRE_VERSION), wire.RELEASE, info, "job", 1, self.epoch, self._acked)
+            welcome = wire.Welcome((1, wire.WIRE_VERSION), wire.RELEASE, info, "job", 1, self.epoch, self._acked, True)
             self._socket.send_multipart([frames[0], wire.encode(welcome)])
         elif isinstance(message, wire.Report):
             for i, fact in enumerate(message.facts):
@@ -113,4 +114,4 @@ class ScriptedSupervisor:
         self._commands = [command for command in self._commands if command.sequence > self.acked_command]
         agent_id = self.hello.agent.agent_id
         order = wire.Order(agent_id, epoch, self._acked, self._commands)
-        self._socket.send_multipart([agent_id.encode(), wire.encode(order)])
+        self._socket.send_multipart([self._identity, wire.encode(order)])

@@ -385,7 +385,8 @@ def test_an_agent_that_does_not_read_costs_the_server_nothing(tmp_path: Path) ->
     deaf.setsockopt(zmq.IDENTITY, b"deaf")
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.connect(address)
-    deaf.send(wire.encode(Report("deaf", 0, 0)))
+    speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
+    deaf.send(wire.encode(wire.Hello(speaks, wire.RELEASE, AgentInfo("deaf", "node0", "127.0.0.1", 1), JobSpec())))
     until(lambda: server.receive(0.1))
     started = time.monotonic()
     for _ in range(5000):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rsup.supervisor import node_tokens
 from rsup.supervisor.principals import Principal, Role, make_token, owner_name, read_tokens
 from rsup.supervisor.wire import RsupError
 
@@ -26,7 +27,7 @@ def test_a_shared_supervisor_knows_others_by_their_hashes(state: Path) -> None:
     (state / "tokens.toml").write_text(f'[[token]]\nname = "ann"\nrole = "user"\nsha256 = "{DIGEST}"\n')
     principal = read_tokens(state).find("anns-token-0123456789")
     assert principal == Principal("ann", Role.USER)
-    assert principal.may_read("ann") and not principal.may_read("bob")
+    assert principal is not None and principal.may_read("ann") and not principal.may_read("bob")
     assert not Principal("ann", Role.VIEWER).may_read("ann") and Principal("x", Role.OPERATOR).may_read("ann")
 
 
@@ -67,3 +68,32 @@ def test_a_short_or_binary_token_is_refused(state: Path) -> None:
         os.chmod(state / "token", 0o600)
         with pytest.raises(RsupError, match="token file"):
             read_tokens(state)
+
+
+def test_a_nodes_token_speaks_for_that_node_only(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_tokens.main(["--state-dir", str(state), "n1", "gpu-3.cluster"]) == 0
+    first, second = capsys.readouterr().out.split()
+    assert (state / "node-secret").stat().st_mode & 0o777 == 0o600
+    node = read_tokens(state).find(first)
+    assert node is not None and node.role is Role.NODE and node.may_report_for("n1")
+    assert (
+        not node.may_report_for("n2")
+        and not node.may_report_for("")
+        and not node.may_read("n1")
+        and not node.may_read(node.name)
+    )
+    dotted = read_tokens(state).find(second)
+    assert dotted is not None and dotted.node == "gpu-3.cluster"
+    for forged in (
+        first[:-1] + ("0" if first[-1] != "0" else "1"),
+        first.replace("n1", "n2"),
+        "node.n1.",
+        "node.n1",
+        "node..x",
+        "",
+    ):
+        assert read_tokens(state).find(forged) is None
+    assert Principal("x", Role.OPERATOR).may_report_for("n1") and not Principal("n1", Role.USER).may_report_for("n1")
+    assert node_tokens.main(["--state-dir", str(state), "bad name"]) == 2 and "node name" in capsys.readouterr().err
+    (state / "node-secret").chmod(0o644)
+    assert node_tokens.main(["--state-dir", str(state), "n1"]) == 1 and "chmod 600" in capsys.readouterr().err

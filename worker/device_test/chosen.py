@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.places import boot_id, this_node
 from rsup.supervisor.wire import UsageError
 
 
@@ -128,7 +128,7 @@ def _listed(path: Path) -> list[Chosen]:
         )
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"--device-inventory {path}: {str(error).splitlines()[0]}") from None
-    here = [record for record in records if record.node in ("", this_host())]
+    here = [record for record in records if record.node in ("", this_node())]
     return [
         Chosen(record.uuid, "cpu", record.model, index, record.serial, record.vbios, record.driver)
         for index, record in enumerate(here)

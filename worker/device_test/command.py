@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from rsup.supervisor.places import this_host
+from rsup.supervisor.places import this_node
 from rsup.supervisor.wire import UsageError, now_us
 from rsup.worker.device_test.chosen import Chosen, begin_nvml, choose, devices_here
 from rsup.worker.device_test.device_users import processes_on_gpus, ranks_with
@@ -166,7 +166,7 @@ def _start(
         uuid=device.uuid,
         kind=device.kind,
         duration_s=duration_s,
-        node=this_host(),
+        node=this_node(),
         model=device.model,
         fault=arguments.fault,
         size=arguments.size,
@@ -208,7 +208,7 @@ def _no_report(device: Chosen, reason: str) -> DeviceReport:
         uuid=device.uuid,
         outcome=SKIPPED,
         reason=f"a skip is no pass: {reason}",
-        node=this_host(),
+        node=this_node(),
         model=device.model,
         serial=device.serial,
         at_us=now_us(),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rsup.supervisor.places import this_host
+from rsup.supervisor.places import this_node
 from rsup.supervisor.wire import UsageError
 from rsup.worker.device_test.replay_judging import judge_replays
 from rsup.worker.device_test.results import SKIPPED, DeviceReport, TestResult, whole
@@ -119,7 +119,7 @@ def _start(
         times=TIMES,
         kind=device.kind,
         uuid=device.uuid,
-        node=this_host(),
+        node=this_node(),
         model=device.model or ("CPU" if device.kind == "cpu" else ""),
         vbios=device.vbios,
         driver=device.driver,

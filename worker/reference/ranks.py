@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import rsup.worker
 from rsup.supervisor.heartbeat_board import process_start_ticks
-from rsup.supervisor.places import boot_id, this_host
+from rsup.supervisor.places import boot_id, this_node
 from rsup.supervisor.wire import UsageError
 from rsup.worker.cuda_graph.lifecycle import destroy_process_group
 from rsup.worker.inprocess.entry import current_entry, finish_backend_init
@@ -81,7 +81,7 @@ def rank_device(device: torch.device, local_rank: int) -> RankDevice:
         uuid, model, driver = f"GPU-{properties.uuid}", properties.name, torch.version.cuda or ""
     return RankDevice(
         uuid=os.environ.get("RSUP_DEVICE_UUID") or uuid,
-        node=this_host(),
+        node=this_node(),
         model=os.environ.get("RSUP_DEVICE_MODEL") or model,
         vbios=os.environ.get("RSUP_DEVICE_VBIOS", ""),
         driver=os.environ.get("RSUP_DEVICE_DRIVER") or driver,

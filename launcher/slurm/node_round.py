@@ -1,0 +1,200 @@
+"""The two halves of a healthcheck's round: looking at this node (`look`), and speaking to the supervisor (`speak`)."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rsup.launcher.slurm.gate import read_key
+from rsup.launcher.slurm.node_devices import DriverHangs, read_devices
+from rsup.launcher.slurm.node_events import jobs_by_device, reading_events, xid_events
+from rsup.launcher.slurm.node_inventory import merged, missing, read_content
+from rsup.launcher.slurm.node_link import NodeLink, Reply
+from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, NodeSettings, boot_id, read_trusted, write_atomically
+from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool, now_us
+from rsup.launcher.slurm.snapshot_file import MAX_SNAPSHOT_BYTES, Snapshot, read_snapshot
+from rsup.launcher.slurm.told import read_told, write_told
+
+NVML_WITHIN_S = 10.0
+BATCH = 200
+"""Events in one report; the supervisor takes 256."""
+MAX_BATCHES = 10
+INVENTORY_EVERY_S = 3600.0
+Devices = list[dict[str, Any]] | None
+"""Of the inventory; None: nobody could look in this boot."""
+TOO_MUCH, NOT_UNDERSTOOD = 413, (400, 422)
+
+
+@dataclass
+class Round:
+    """One run of the healthcheck. `said`: what went well, `problems`: what did not, for its one line."""
+
+    places: NodePlaces
+    settings: NodeSettings
+    node: str
+    said: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.boot = boot_id(self.places.root)
+        self.spool = NodeSpool(self.places.spool)
+
+    # ------------------------------------------------------------------------------------------------------- this node
+
+    def look(self) -> None:
+        """Renew the inventory, and spool what is new in the kernel's log and in what NVML says. Raise OSError where /run or the
+        spool cannot be written."""
+        told, found = read_told(self.places, self.boot), list[NodeEvent]()
+        old = read_content(self.places.inventory)
+        inventory: Mapping[str, Any] = merged(None if isinstance(old, str) else old, self.boot, [])
+        jobs = jobs_by_device(self.places, self.boot)
+        try:
+            read = read_devices(self.places, self.node, NVML_WITHIN_S)
+            inventory = merged(None if isinstance(old, str) else old, self.boot, read.devices)
+            write_atomically(self.places.inventory, json.dumps(inventory).encode())
+            found += reading_events(read.readings, self.boot, jobs)
+            gone = missing(inventory)
+            found += [self._event(f"missing:{self.boot}:{uuid}", "missing", uuid, jobs, "not there any more") for uuid in gone]
+            self.said.append(f"{len(read.devices)} GPUs" + (f", {len(gone)} missing" if gone else ""))
+        except DriverHangs as problem:
+            found.append(self._event(f"unreadable:{self.boot}", "unreadable", None, {}, str(problem)))
+            self.problems.append(str(problem))
+        except NodeProblem as problem:
+            self.problems.append(str(problem))
+        log = list(xid_events(self.places, inventory, self.boot, told.sequence, jobs))
+        found += [event for _, event in log if event is not None]
+        sequence = log[-1][0] if log else told.sequence
+        new = [event for event in found if event.key not in told.keys]
+        for event in new:
+            self.spool.add(event)
+        lasting = [event.key for event in new if event.kind != "xid"]
+        if lasting or sequence != told.sequence:
+            write_told(self.places, told.more(sequence, lasting))
+        if new:
+            self.said.append(f"{len(new)} new events")
+
+    def _event(self, key: str, kind: str, device: str | None, jobs: Mapping[str, str], detail: str) -> NodeEvent:
+        return NodeEvent(key, now_us(), kind, device, None, detail, jobs.get(device or ""))
+
+    # -------------------------------------------------------------------------------------------------- the supervisor
+
+    def speak(self) -> None:
+        """Fetch the snapshot from the first supervisor that has one, and deliver the spool there."""
+        if not self.settings.supervisor:
+            self.problems.append("no supervisor is named in node.toml: the gate lets all jobs in")
+            return
+        silent: list[str] = []
+        for address in self.settings.supervisor:
+            try:
+                link = NodeLink(address, self._token(), self.settings.ca_file)
+                self._fetch(link)
+            except NodeProblem as problem:
+                silent.append(str(problem))
+                continue
+            self.said += silent  # another one leads, or stands in for it
+            self._deliver(link)
+            return
+        self.problems += silent
+
+    def _token(self) -> str:
+        try:
+            return read_trusted(self.places.under(self.settings.token_file), 4096).decode("ascii", "replace").strip()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise NodeProblem(f"cannot read {self.settings.token_file}: {error.strerror}") from None
+
+    def _fetch(self, link: NodeLink) -> None:
+        """Take that supervisor's snapshot, which counts only if its key signed it. Raise `NodeProblem` where it has none."""
+        have, etag = self._current()
+        reply = link.snapshot(etag)
+        if reply.status == 304 and have is not None:
+            self._confirm(have.serial, etag)
+            self.said.append(f"snapshot {have.serial} is the newest")
+            return
+        if reply.status != 200:
+            raise NodeProblem(_refused(link, "snapshot", reply))
+        new = read_snapshot(reply.data, read_key(self.places, self.settings))
+        if self.settings.cluster and new.cluster and new.cluster != self.settings.cluster:
+            raise NodeProblem(f"{link.address} speaks for cluster {new.cluster}, this is {self.settings.cluster}")
+        if have is not None and new.serial < have.serial and new.made_us <= have.made_us:
+            raise NodeProblem(f"{link.address} sends snapshot {new.serial}, older than {have.serial}, which we have")
+        write_atomically(self.places.snapshot, reply.data)
+        self._confirm(new.serial, reply.etag)
+        self.said.append(f"snapshot {new.serial}: {len(new.refused_nodes)} nodes refused")
+
+    def _current(self) -> tuple[Snapshot | None, str]:
+        """The snapshot that lies here, if it is sound, and the ETag with which it came."""
+        with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+            key = read_key(self.places, self.settings)
+            have = read_snapshot(read_trusted(self.places.snapshot, MAX_SNAPSHOT_BYTES), key)
+            etag = ""
+            with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+                confirmed = json.loads(read_trusted(self.places.confirmed, 4096))
+                etag = str(confirmed["etag"]) if confirmed["serial"] == have.serial else ""
+            return have, etag
+        return None, ""
+
+    def _confirm(self, serial: int, etag: str) -> None:
+        """By the boot clock: the gate measures the snapshot's age with it."""
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        confirmed = {"boot_id": self.boot, "boottime_s": now_s, "serial": serial, "etag": etag}
+        write_atomically(self.places.confirmed, json.dumps(confirmed).encode())
+
+    def _deliver(self, link: NodeLink) -> None:
+        content = read_content(self.places.inventory)
+        devices: Devices = None if isinstance(content, str) or content["boot_id"] != self.boot else content["devices"]
+        num_told = 0
+        for turn in range(MAX_BATCHES):
+            pending = self.spool.pending(BATCH)
+            if not pending and (turn or not self._inventory_is_due(devices)):
+                break
+            reply = link.report(self.node, self.boot, devices, [event for _, event in pending])
+            if reply.status in NOT_UNDERSTOOD or reply.status == TOO_MUCH:
+                num_told += self._deliver_singly(link, devices, pending)
+            elif 200 <= reply.status < 300:
+                self.spool.remove([name for name, _ in pending])
+                num_told += len(pending)
+            else:
+                self.problems.append(_refused(link, "report", reply))
+                return
+            self._inventory_told(devices)
+        if num_told:
+            self.said.append(f"{num_told} events delivered")
+        if lost := self.spool.take_lost():
+            self.problems.append(f"{lost} events had no room in the spool")
+
+    def _deliver_singly(self, link: NodeLink, devices: Devices, pending: Sequence[tuple[str, dict[str, object]]]) -> int:
+        """One event that the supervisor does not understand must not hold up the others: it is dropped, and said."""
+        num_told = 0
+        for name, event in pending:
+            reply = link.report(self.node, self.boot, devices, [event])
+            if 200 <= reply.status < 300:
+                num_told += 1
+            elif reply.status not in NOT_UNDERSTOOD:
+                raise NodeProblem(_refused(link, "report", reply))
+            else:
+                self.problems.append(f"event {event.get('key')} dropped: {reply.text}")
+            self.spool.remove([name])
+        return num_told
+
+    def _inventory_is_due(self, devices: Devices) -> bool:
+        """Whether it has changed since it was told, or that was long ago: a supervisor with a new store must learn it."""
+        if devices is None:
+            return False
+        with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+            told = json.loads(read_trusted(self.places.run / "reported.json", 1 << 20))
+            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - float(told["boottime_s"])
+            return told["devices"] != devices or told["boot_id"] != self.boot or age_s > INVENTORY_EVERY_S
+        return True
+
+    def _inventory_told(self, devices: Devices) -> None:
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        told = {"boot_id": self.boot, "boottime_s": now_s, "devices": devices}
+        write_atomically(self.places.run / "reported.json", json.dumps(told).encode())
+
+
+def _refused(link: NodeLink, what: str, reply: Reply) -> str:
+    return f"{link.address} refuses the {what}: {reply.status} {reply.text}".rstrip()

@@ -1,0 +1,156 @@
+"""What SLURM is asked to do with a batch job whose launch has ended: run it again on other nodes (16), run it again (88), or
+see to it that it does not run again (93).
+
+`scontrol requeue` and `requeuehold` kill the job that asks: SIGTERM to all of its processes, and SIGKILL when `KillWait` is
+over (30 s by default). Whoever calls `settle` is one of them, so it ignores SIGTERM for the fraction of a second that the
+rest takes. Nodes can only be excluded while the job is pending, hence `requeuehold`, `update`, `release`."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rsup.launcher.slurm import scontrol
+from rsup.launcher.slurm.environment import SlurmPlace
+from rsup.launcher.slurm.hostnames import node_names
+from rsup.launcher.slurm.scontrol import SlurmUnavailable
+from rsup.supervisor.wire import EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_RERUN_ELSEWHERE
+
+SETTLED_CODES = (EXIT_RERUN_ELSEWHERE, EXIT_REQUEUE, EXIT_NO_REQUEUE)
+PENDING_WITHIN_S = 10.0
+AGAIN_AFTER_S = 0.1
+_SHIELDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the launch ended: `nodes` are those that the job must not run on again. `leaves_others`: agents of other nodes may
+    go on, so that neither `srun` nor the batch script ends with this one."""
+
+    exit_code: int
+    nodes: tuple[str, ...] = ()
+    leaves_others: bool = False
+
+
+def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
+    """Do what the exit code asks of SLURM. Main thread only. Returns whether it is done, or there is nothing to do; a line
+    says what was done, or why it could not be and who can do it. Never raises for SLURM."""
+    if outcome.exit_code not in SETTLED_CODES:
+        return True
+    job = place.job
+    try:
+        shown = scontrol.show("job", job)
+        if shown.get("BatchFlag") != "1":
+            say(f"rsup: exit {outcome.exit_code}: job {job} is no batch job, so SLURM cannot run it again: start it anew")
+            return True
+        nodes = tuple(name for name in outcome.nodes if _NODE.fullmatch(name))
+        if outcome.exit_code == EXIT_NO_REQUEUE:
+            _call_off(job, shown, say)
+        elif nodes and shown.get("Requeue") == "1" and _leaves_enough(nodes, shown):
+            _requeue_without(nodes, job, shown, say)
+        elif nodes and outcome.exit_code == EXIT_RERUN_ELSEWHERE:
+            say(f"rsup: exit 16: job {job} cannot be requeued away from {', '.join(nodes)}, so it ends; submit it anew")
+        elif outcome.exit_code == EXIT_REQUEUE and not outcome.leaves_others and _requeues_by_code(EXIT_REQUEUE):
+            pass  # once the batch script ends with that code
+        elif shown.get("Requeue") != "1":
+            say(f"rsup: exit {outcome.exit_code}: job {job} was submitted with --no-requeue, so it ends; submit it again")
+        else:
+            _requeue(job, say)
+    except SlurmUnavailable as error:
+        instead = "`rsup slurm finish RESULT-FILE` at the end of the batch script does it"
+        say(f"rsup: exit {outcome.exit_code}, and SLURM cannot be told from here: {error}; {instead}")
+        return False
+    return True
+
+
+def _requeue_without(nodes: Sequence[str], job: str, shown: dict[str, str], say: Say) -> None:
+    excluded = [*dict.fromkeys([*_excluded(shown), *nodes])]
+    say(f"rsup: job {job} is requeued and will not run on {', '.join(nodes)} again")
+    _shield()
+    scontrol.ask("scontrol", "requeuehold", job)
+    problem = _until_pending("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(excluded)}")
+    if problem:  # better on the same node than held for ever
+        say(f"rsup: {', '.join(nodes)} could not be excluded: {problem}")
+    if problem := _until_pending("scontrol", "release", job):
+        say(f"rsup: job {job} is held: {problem}; scontrol release {job}")
+
+
+def _requeue(job: str, say: Say) -> None:
+    say(f"rsup: job {job} is requeued")
+    _shield()
+    scontrol.ask("scontrol", "requeue", job)
+
+
+def _leaves_enough(nodes: Sequence[str], shown: dict[str, str]) -> bool:
+    """Whether the partition has enough nodes without these: SLURM would hold a job for ever that can run nowhere."""
+    try:
+        partition = scontrol.show("partition", shown.get("Partition", ""))
+    except SlurmUnavailable:
+        return True
+    left = set(node_names(partition.get("Nodes", ""))) - set(_excluded(shown)) - set(nodes)
+    needed = shown.get("NumNodes", "1").partition("-")[0]
+    return not partition.get("Nodes") or not needed.isdecimal() or len(left) >= int(needed)
+
+
+def _requeues_by_code(exit_code: int) -> bool:
+    """Whether SLURM does it by itself (`RequeueExit`), for a job submitted with --no-requeue too."""
+    for line in scontrol.ask("scontrol", "show", "config").splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() == "RequeueExit":
+            return _names_code(value.strip(), exit_code)
+    return False
+
+
+def _names_code(text: str, exit_code: int) -> bool:
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal() and (last or first).isdecimal() and int(first) <= exit_code <= int(last or first):
+            return True
+    return False
+
+
+def _call_off(job: str, shown: dict[str, str], say: Say) -> None:
+    """No requeue by anybody, and nothing that waits only to go on with this job."""
+    if shown.get("Requeue") == "1":
+        scontrol.ask("scontrol", "update", f"jobid={job}", "requeue=0")
+    user = shown.get("UserId", "").partition("(")[2].rstrip(")")
+    waiting = scontrol.ask("squeue", "-h", "-t", "PD", "-u", user, "-o", "%A|%E|%j") if user.isdecimal() else ""
+    followers = [words[0] for words in (line.split("|", 2) for line in waiting.splitlines()) if _follows(words, job, shown)]
+    if followers:
+        scontrol.ask("scancel", *followers)
+        say(f"rsup: exit 93, do not requeue: cancelled what would have gone on with job {job}: {', '.join(followers)}")
+
+
+def _follows(words: Sequence[str], job: str, shown: dict[str, str]) -> bool:
+    if len(words) != 3 or words[0] == job:
+        return False
+    dependency, name = words[1], words[2]
+    after = re.search(rf"\bafter(?:any|notok|ok|corr)?:(?:\d+\S*:)*{job}\b", dependency) is not None
+    return after or ("singleton" in dependency and name == shown.get("JobName"))
+
+
+def _excluded(shown: dict[str, str]) -> list[str]:
+    text = shown.get("ExcNodeList", "")
+    return [] if text == "(null)" else node_names(text)
+
+
+def _shield() -> None:
+    for signum in _SHIELDED:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _until_pending(*command: str) -> str:
+    """Until SLURM takes it: the job is still ending at first. Returns why it did not, empty if it did."""
+    until_s = time.monotonic() + PENDING_WITHIN_S
+    while True:
+        try:
+            scontrol.ask(*command)
+            return ""
+        except SlurmUnavailable as error:
+            if time.monotonic() > until_s:
+                return str(error)
+        time.sleep(AGAIN_AFTER_S)

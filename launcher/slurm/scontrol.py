@@ -1,0 +1,65 @@
+"""Asks and tells SLURM through its own programs, each call within a time limit and without a shell.
+
+slurmctld may be busy, down or out of reach (a container has neither the programs nor munge): every call then ends in
+`SlurmUnavailable`, one line, and whoever asked goes on without.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from rsup.supervisor.wire import RsupError
+
+WITHIN_S = 5.0
+MAX_OUTPUT_CHARS = 1 << 20
+
+
+class SlurmUnavailable(RsupError):
+    """SLURM could not be asked, or has refused: the text says what was asked and why it failed."""
+
+
+def is_here() -> bool:
+    """Whether there is a `scontrol` to ask with."""
+    return shutil.which("scontrol") is not None
+
+
+def ask(*command: str, within_s: float = WITHIN_S) -> str:
+    """What `command` (scontrol, squeue or scancel, with arguments) prints. Raise `SlurmUnavailable`."""
+    program = shutil.which(command[0])
+    said = " ".join(command)
+    if program is None:
+        raise SlurmUnavailable(f"{command[0]} is not here")
+    try:
+        done = subprocess.run(
+            [program, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=within_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmUnavailable(f"{said}: no answer within {within_s:g} s") from None
+    except OSError as error:
+        raise SlurmUnavailable(f"{said}: {error.strerror}") from None
+    if done.returncode:
+        words = done.stderr.split("\n", 1)[0].strip() or done.stdout.split("\n", 1)[0].strip()
+        raise SlurmUnavailable(f"{said}: {words[:200] or f'exit code {done.returncode}'}")
+    return done.stdout[:MAX_OUTPUT_CHARS]
+
+
+def show(kind: str, name: str, within_s: float = WITHIN_S) -> dict[str, str]:
+    """`scontrol show job|node NAME` by key. Raise `SlurmUnavailable`."""
+    return fields(ask("scontrol", "-o", "show", kind, name, within_s=within_s))
+
+
+def fields(line: str) -> dict[str, str]:
+    """`KEY=VALUE` words of one line of `scontrol -o`. (A value with spaces is cut: none that we read has any.)"""
+    pairs = [word.partition("=") for word in line.split() if "=" in word]
+    return {name: value for name, _, value in pairs}
+
+
+def tell(commands: Sequence[Sequence[str]]) -> None:
+    """Run them in order. Raise `SlurmUnavailable` at the first that fails."""
+    for command in commands:
+        ask(*command)

@@ -1,0 +1,187 @@
+"""What is unsafe or missing in a slurm.conf, as far as the hooks go. Pure but for `read_conf`.
+
+Where the rules come from: measured on 22.05 unless a version is named; docs/slurm.md says what happens otherwise.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_INCLUDES = 50
+UNSAFE, ADVICE = "unsafe", "advice"
+HOOK_KEYS = {"prolog": "Prolog", "epilog": "Epilog", "healthcheck": "HealthCheckProgram"}
+_KEY = re.compile(r"\s*([A-Za-z0-9_]+)\s*=\s*(.*)")
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`level`: UNSAFE (jobs or nodes may be lost) or ADVICE. `text`: what is so, what follows, what to write."""
+
+    level: str
+    key: str
+    text: str
+
+
+Conf = Mapping[str, tuple[str, ...]]
+"""Values by key in lower case, in order; NodeName and the like are left out."""
+
+
+def parse_conf(text: str, include: Callable[[str], str] | None = None) -> dict[str, tuple[str, ...]]:
+    """slurm.conf: comments, continued lines, `include FILE` (by `include`, which gives that file's text)."""
+    found: dict[str, tuple[str, ...]] = {}
+    num_includes = 0
+    pending = [line for line in re.sub(r"\\\n", " ", text).splitlines()]
+    while pending:
+        line = re.sub(r"(?<!\\)#.*", "", pending.pop(0)).strip()
+        words = line.split(None, 1)
+        if len(words) == 2 and words[0].lower() == "include" and include is not None and num_includes < MAX_INCLUDES:
+            num_includes += 1
+            pending[:0] = re.sub(r"\\\n", " ", include(words[1].strip())).splitlines()
+            continue
+        match = _KEY.match(line)
+        if match is not None:
+            key, value = match[1].lower(), match[2].strip().strip('"')
+            found[key] = (*found.get(key, ()), value)
+    return found
+
+
+def read_conf(path: Path) -> dict[str, tuple[str, ...]]:
+    """The file and what it includes (relative names are beside it; missing ones count as empty). Raise OSError."""
+
+    def include(name: str) -> str:
+        try:
+            return (path.parent / name).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    return parse_conf(path.read_text(errors="replace"), include)
+
+
+def check_conf(conf: Conf, hooks: Mapping[str, str], *, box_s: int = 7, round_s: int = 46) -> list[Finding]:
+    """All that is to be said. `hooks`: path of each of our scripts by slot. `box_s`, `round_s`: what prolog and epilog, and the
+    healthcheck, take at most."""
+    found = [*_hooks(conf, hooks), *_timeouts(conf, box_s), *_refusals(conf), *_health(conf, round_s), *_states(conf)]
+    return sorted(found, key=lambda one: one.level != UNSAFE)
+
+
+def _last(conf: Conf, key: str) -> str:
+    return (conf.get(key.lower()) or ("",))[-1]
+
+
+def _words(conf: Conf, key: str) -> set[str]:
+    return {word.strip().lower() for word in _last(conf, key).split(",") if word.strip()}
+
+
+def _number(conf: Conf, key: str, default: int) -> int:
+    text = _last(conf, key)
+    return int(text) if text.isdecimal() else default
+
+
+def _hooks(conf: Conf, hooks: Mapping[str, str]) -> Iterator[Finding]:
+    for slot, path in hooks.items():
+        key = HOOK_KEYS[slot]
+        given = [part.strip() for value in conf.get(key.lower(), ()) for part in value.split(",") if part.strip()]
+        if not given:
+            yield Finding(ADVICE, key, f"is not set: nothing of rsup runs there; write {key}={path}")
+        for name in given:
+            if slot != "healthcheck" and (_GLOB.search(name) or name.endswith(".d")):
+                yield Finding(
+                    UNSAFE,
+                    key,
+                    f"{name} is a pattern: SLURM runs the files in reverse alphabetical order and drains the node for each "
+                    f"that fails, for a missing one too; name rsup's file to come last (00-rsup), or write {key}={path}",
+                )
+    if "rsup" in _last(conf, "PrologSlurmctld"):
+        text = "is no gate: a refusal there requeues the job, which then gets the same nodes again; take rsup out of it"
+        yield Finding(UNSAFE, "PrologSlurmctld", text)
+
+
+def _timeouts(conf: Conf, box_s: int) -> Iterator[Finding]:
+    limit = _number(conf, "PrologEpilogTimeout", 0) or _number(conf, "PrologTimeout", 0)
+    if limit == 0:
+        text = "is not set: SLURM waits for ever for a prolog that hangs; write PrologEpilogTimeout=20"
+        yield Finding(UNSAFE, "PrologEpilogTimeout", text)
+    elif limit <= box_s:
+        text = f"is {limit} s: rsup's hooks end after {box_s} s, and SLURM drains a node whose hook it must kill; write 20"
+        yield Finding(UNSAFE, "PrologEpilogTimeout", text)
+    for key, default in (("MessageTimeout", 10), ("BatchStartTimeout", 10)):
+        if _number(conf, key, default) <= box_s:
+            text = f"is {_number(conf, key, default)} s, less than a prolog may take ({box_s} s): nodes are then taken for dead"
+            yield Finding(UNSAFE, key, f"{text}; write {key}={max(10, default)} or more")
+
+
+def _refusals(conf: Conf) -> Iterator[Finding]:
+    scheduler, flags = _words(conf, "SchedulerParameters"), _words(conf, "PrologFlags")
+    if "nohold_on_prolog_fail" not in scheduler:
+        yield Finding(
+            UNSAFE,
+            "SchedulerParameters",
+            "lacks nohold_on_prolog_fail: a job that a prolog refuses is held until somebody releases it; add the word",
+        )
+    if not flags & {"alloc", "contain", "x11", "nohold", "forcerequeueonfail"}:
+        text = "lacks Alloc: prologs of further nodes run only at the first srun, when the batch script has begun"
+        yield Finding(UNSAFE, "PrologFlags", f"{text}; write PrologFlags=Alloc,DeferBatch")
+    elif "deferbatch" not in flags:
+        text = "lacks DeferBatch: the batch script starts on its first node while another node still refuses"
+        yield Finding(ADVICE, "PrologFlags", f"{text}; write PrologFlags=Alloc,DeferBatch (22.05 and later)")
+    if _last(conf, "JobRequeue") == "0":
+        text = "is 0: jobs that a prolog refuses fail, unless they say --requeue; write JobRequeue=1"
+        yield Finding(UNSAFE, "JobRequeue", text)
+    if "88" not in _words(conf, "RequeueExit"):
+        text = "lacks 88: a launch that asks to be requeued ends its job; write RequeueExit=88"
+        yield Finding(ADVICE, "RequeueExit", text)
+    expire = re.search(r"cred_expire=(\d+)", _last(conf, "AuthInfo"))
+    if expire is None or int(expire[1]) > 60:
+        text = "a requeued job waits for cred_expire (by itself 120 s) before it starts again; add cred_expire=30"
+        yield Finding(ADVICE, "AuthInfo", text)
+
+
+def _health(conf: Conf, round_s: int) -> Iterator[Finding]:
+    if not _last(conf, "HealthCheckProgram"):
+        return
+    every = _number(conf, "HealthCheckInterval", 0)
+    if every == 0:
+        text = "is not set, so the healthcheck never runs; write HealthCheckInterval=60"
+        yield Finding(UNSAFE, "HealthCheckInterval", text)
+    elif every <= round_s:
+        text = f"is {every} s, less than a round may take ({round_s} s); write 60 or more"
+        yield Finding(ADVICE, "HealthCheckInterval", text)
+    if "cycle" not in _words(conf, "HealthCheckNodeState"):
+        text = "lacks CYCLE: all nodes ask at the same moment; write HealthCheckNodeState=CYCLE,ANY"
+        yield Finding(ADVICE, "HealthCheckNodeState", text)
+
+
+def _states(conf: Conf) -> Iterator[Finding]:
+    if _last(conf, "ReturnToService") == "2":
+        text = "is 2: a node that is set down comes back by itself, unrepaired (rsup only drains); write 1"
+        yield Finding(UNSAFE, "ReturnToService", text)
+
+
+def check_files(conf: Conf) -> list[Finding]:
+    """What is wrong with the hooks' files on this node: SLURM drains it for one that is missing or cannot be run, and runs it
+    as root, whoever may write it."""
+    found: list[Finding] = []
+    for key in ("Prolog", "Epilog", "HealthCheckProgram"):
+        for name in (part.strip() for value in conf.get(key.lower(), ()) for part in value.split(",")):
+            if not name.startswith("/") or _GLOB.search(name):
+                continue
+            if text := _file_problem(Path(name)):
+                found.append(Finding(UNSAFE, key, f"{name} {text}"))
+    return found
+
+
+def _file_problem(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"is not to be had on this node ({error.strerror}): SLURM drains it"
+    if path.is_dir():
+        return ""
+    if not os.access(path, os.X_OK):
+        return "cannot be run: SLURM drains this node; chmod 755 it"
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        return "can be written by others, and SLURM runs it as root; chown root and chmod go-w it"
+    return ""

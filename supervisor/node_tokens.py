@@ -1,0 +1,108 @@
+"""Tokens of nodes: `node.NAME.HEX`, where HEX is HMAC-SHA256 of NAME under the secret in `node-secret` of the state directory.
+
+Nothing has to be stored for a node, and none can make another's. Who holds a node's token may read the gate's snapshot and
+report what happened on that node, and nothing else. A new secret (remove the file, restart the supervisor) ends all of them.
+Two supervisors that stand by for each other need the same file.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsup.supervisor import places
+from rsup.supervisor.places import PlaceError
+from rsup.supervisor.wire import RsupError, UsageError
+
+SECRET_NAME = "node-secret"
+_PREFIX = "node."
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_USAGE = "usage: rsup slurm node-token [--state-dir DIR] NODE...: print the token of each node, one a line, for /etc/rsup/token"
+
+
+def node_token(secret: bytes, node: str) -> str:
+    """The token of `node`. Raise `UsageError` for what is no node's name."""
+    if not _NAME.fullmatch(node):
+        raise UsageError(f"{node!r} is no node name: letters, digits, dots, hyphens and underscores")
+    return f"{_PREFIX}{node}.{hmac.new(secret, node.encode(), hashlib.sha256).hexdigest()}"
+
+
+def node_of(secret: bytes, token: str) -> str:
+    """The node whose token that is; empty for anything else. Compares in constant time."""
+    node, dot, _ = token.removeprefix(_PREFIX).rpartition(".")
+    if not token.startswith(_PREFIX) or not dot or not token.isascii() or not _NAME.fullmatch(node):
+        return ""
+    return node if hmac.compare_digest(node_token(secret, node), token) else ""
+
+
+def read_secret(state: Path) -> bytes:
+    """The secret of that state directory, empty where none was made. Raise `PlaceError` for one that cannot be used."""
+    path = state / SECRET_NAME
+    try:
+        status = path.stat()
+        secret = path.read_bytes().strip()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise PlaceError(f"cannot read the secret of the nodes' tokens {path}: {error.strerror}") from None
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PlaceError(f"the secret of the nodes' tokens {path} can be read by others; chmod 600 {path}")
+    if len(secret) < 32:
+        raise PlaceError(f"the secret of the nodes' tokens {path} is shorter than 32 characters; remove it for a new one")
+    return secret
+
+
+def make_secret(state: Path) -> bytes:
+    """The secret of that state directory, made (0600) where there is none; of two makers one wins. Raise `PlaceError`."""
+    path = state / SECRET_NAME
+    found = read_secret(state)
+    if found:
+        return found
+    temporary = state / f".{SECRET_NAME}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    except OSError as error:
+        raise PlaceError(f"cannot write the secret of the nodes' tokens {path}: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return read_secret(state)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`rsup slurm node-token`: for the owner of the supervisor's state directory, on its host."""
+    if list(arguments) in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    try:
+        print("\n".join(_tokens(list(arguments))))
+    except RsupError as error:
+        print(f"rsup: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _tokens(words: list[str]) -> list[str]:
+    given = None
+    if words[:1] == ["--state-dir"] and len(words) > 1:
+        given, words = words[1], words[2:]
+    if not words or any(word.startswith("-") for word in words):
+        raise UsageError(_USAGE)
+    state = places.state_dir(given)
+    if not state.is_dir():
+        raise UsageError(f"there is no supervisor's state directory {state}; name it with --state-dir")
+    secret = make_secret(state)
+    return [node_token(secret, node) for node in words]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

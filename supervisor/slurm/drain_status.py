@@ -1,0 +1,136 @@
+"""What people and Prometheus see of drains: proposals, the guard, and the difference to what SLURM shows. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rsup.supervisor.metrics import Metric
+from rsup.supervisor.records import DrainNoted
+from rsup.supervisor.slurm.drain_plan import Plan, Step, View
+from rsup.supervisor.slurm.node_log import NodeLog
+from rsup.supervisor.slurm.snapshot import Snapshot
+from rsup.supervisor.view_times import iso
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Counters:
+    """Since the start of this supervisor."""
+
+    notes: Counter[str] = field(default_factory=Counter)
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Of gates, as nodes report them, by kind of event."""
+    events: Counter[str] = field(default_factory=Counter)
+    """Of node reports, by kind; new ones only."""
+    rounds: int = 0
+    failed: int = 0
+    """Steps that SLURM did not do."""
+    fetched_us: dict[str, int] = field(default_factory=dict)
+    """When each node last asked for the snapshot."""
+
+    def count(self, note: DrainNoted) -> None:
+        """One more."""
+        self.notes[note.what] += 1
+
+
+def status_of(
+    mode: str,
+    cluster: str,
+    view: View,
+    plan: Plan,
+    logs: Mapping[str, NodeLog],
+    snapshot: Snapshot | None,
+    trouble: str,
+    num_rounds: int,
+) -> Json:
+    """Everything in one screen."""
+    admission = plan.admission
+    nodes = view.nodes or {}
+    ours = {name: seen for name, seen in nodes.items() if seen.is_drained and seen.is_ours}
+    theirs = {name: seen for name, seen in nodes.items() if seen.is_drained and not seen.is_ours}
+    return {
+        "mode": mode,
+        "cluster": cluster,
+        "rounds": num_rounds,
+        "scheduler": {
+            "answers": view.nodes is not None and not view.is_stale,
+            "trouble": trouble,
+            "num_nodes": len(nodes),
+            "unknown_words": sorted({word for seen in nodes.values() for word in seen.unknown}),
+        },
+        "guard": {
+            "open": admission.is_open,
+            "num_refused": admission.num_refused,
+            "num_eligible": admission.num_eligible,
+            "limit": admission.limit,
+            "in_last_hour": admission.in_last_hour,
+            "held": [{"node": name, "why": why} for name, why in sorted(admission.held.items())],
+        },
+        "proposals": [_step(step) for step in plan.proposals],
+        "refused": [
+            {"node": name, "id": f"Q-{number}", "since": iso(logs[name].admitted_us), "drained": bool(logs[name].drained)}
+            for name, number in sorted(plan.refused.items())
+            if name in logs
+        ],
+        "drained": {
+            "ours": [{"node": name, "reason": seen.reason} for name, seen in sorted(ours.items())],
+            "others": [{"node": n, "reason": seen.reason, "by": seen.reason_by} for n, seen in sorted(theirs.items())],
+        },
+        "differences": {
+            "left_alone": [{"node": name, "by": by} for name, by in sorted(plan.left_alone.items())],
+            "waiting": [{"node": name, "for": what} for name, what in sorted(plan.waiting.items())],
+            "unknown_to_slurm": plan.unknown,
+            "drained_without_ground": sorted(n for n in ours if n not in plan.refused and not _is_ours(logs, n)),
+        },
+        "snapshot": None if snapshot is None else {"serial": snapshot.serial, "made": iso(snapshot.made_us)},
+    }
+
+
+def _is_ours(logs: Mapping[str, NodeLog], name: str) -> bool:
+    return name in logs and bool(logs[name].drained)
+
+
+def _step(step: Step) -> Json:
+    return {"step": step.kind, "nodes": list(step.nodes), "reason": step.reason, "why": step.why}
+
+
+def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> list[Metric]:
+    """Families of `/metrics`; few where no round was made yet."""
+    found = [
+        Metric("rsup_drain_actions_total", "counter", "Done, or seen, about nodes in SLURM.", _by("what", counters.notes)),
+        Metric("rsup_drain_failures_total", "counter", "Steps that SLURM did not do.", [({}, counters.failed)]),
+        Metric("rsup_gate_decisions_total", "counter", "Decisions that gates report, but for plain accepts.", [
+            ({"verdict": _VERDICTS.get(kind, "accept"), "why": kind}, num) for kind, num in sorted(counters.decisions.items())
+        ]),
+        Metric("rsup_node_events_total", "counter", "Events that nodes have reported, by kind.", _by("kind", counters.events)),
+    ]  # fmt: skip
+    oldest_us = min(counters.fetched_us.values(), default=None)
+    if oldest_us is not None:
+        age_s = max(0, now_us - oldest_us) / 1e6
+        text = "How long ago the node that has waited longest asked for the snapshot."
+        found.append(Metric("rsup_gate_cache_age_seconds", "gauge", text, [({}, age_s)]))
+    if status:
+        guard, drained = status["guard"], status["drained"]
+        owners = [({"owner": "rsup"}, len(drained["ours"])), ({"owner": "other"}, len(drained["others"]))]
+        found += [
+            Metric("rsup_guard_open", "gauge", "1 while the blast guard holds nodes back.", [({}, int(guard["open"]))]),
+            Metric("rsup_guard_held_nodes", "gauge", "Nodes that the guard holds back.", [({}, len(guard["held"]))]),
+            Metric("rsup_refused_nodes", "gauge", "Nodes that gates refuse.", [({}, guard["num_refused"])]),
+            Metric("rsup_refused_nodes_limit", "gauge", "The guard's limit to that.", [({}, guard["limit"])]),
+            Metric("rsup_drain_proposals", "gauge", "Steps that mode propose has not taken.", [({}, len(status["proposals"]))]),
+            Metric("rsup_drained_nodes", "gauge", "Nodes that SLURM shows drained, by whose reason.", owners),
+            Metric("rsup_left_alone_nodes", "gauge", "Nodes that somebody let run though they were to be refused.", [
+                ({}, len(status["differences"]["left_alone"]))
+            ]),
+            Metric("rsup_scheduler_up", "gauge", "1 while SLURM answers.", [({}, int(status["scheduler"]["answers"]))]),
+        ]  # fmt: skip
+    return found
+
+
+_VERDICTS = {"prolog-refused": "refuse", "gate-unknown": "unknown", "gate-cap": "accept"}
+
+
+def _by(label: str, counts: Mapping[str, int]) -> list[tuple[dict[str, str], float]]:
+    return [({label: name}, num) for name, num in sorted(counts.items())]

@@ -1,0 +1,119 @@
+"""What gates are told: one signed snapshot for the whole cluster, of everything that is not clear. Pure but for `Publisher`.
+
+`refuse` is said only of what the blast guard let pass, and of nodes that nobody has let run knowingly; all else is `avoid`.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rsup.supervisor.hardware.states import one_line
+from rsup.supervisor.slurm.drain_plan import Ground, Plan
+from rsup.supervisor.slurm.signing import SigningKey
+from rsup.supervisor.view_times import iso
+
+SCHEMA = 1
+REFRESH_US = 600_000_000
+"""A snapshot is made anew so often though nothing has changed, so that nodes see its age."""
+STORED = "gate-snapshot"
+
+Json = dict[str, Any]
+
+
+class Snapshot(Struct, frozen=True):
+    """One snapshot: `data` as nodes get it."""
+
+    serial: int
+    made_us: int
+    content: Json
+    data: bytes
+
+    @property
+    def etag(self) -> str:
+        return f'"{self.serial}"'
+
+
+def content_of(cluster: str, grounds: Iterable[Ground], plan: Plan) -> Json:
+    """All but serial and time."""
+    listed = list(grounds)
+    nodes: dict[str, Json] = {}
+    devices: dict[str, Json] = {}
+    for node, log in sorted(plan.logs.items()):
+        if log.wanted:
+            nodes[node] = _entry(node in plan.refused, "drained", f"Q-{log.number}" if log.number else "", log.wanted, None)
+    for ground in sorted(listed, key=lambda ground: (ground.kind, ground.subject)):
+        number = plan.refused.get(ground.node, 0) if ground.refuses else 0
+        name = f"Q-{number}" if number else f"S-{ground.version}"
+        reason = ground.reason
+        if ground.refuses and ground.node in plan.left_alone:
+            reason = f"let run by {plan.left_alone[ground.node]}; {reason}"
+        entry = _entry(bool(number), ground.state, name, reason, ground.until_us)
+        if ground.kind == "node":
+            nodes.setdefault(ground.subject, entry)
+        else:
+            devices[ground.subject] = {**entry, "node": ground.node, "serial": ground.serial}
+    admission = plan.admission
+    return {
+        "schema": SCHEMA,
+        "cluster": cluster,
+        "num_nodes": admission.num_eligible,
+        "max_refused": admission.max_refused,
+        "guard_open": admission.is_open,
+        "nodes": nodes,
+        "devices": devices,
+    }
+
+
+def _entry(refuses: bool, state: str, name: str, reason: str, until_us: int | None) -> Json:
+    verdict = "refuse" if refuses else "avoid"
+    return {"verdict": verdict, "state": state, "id": name, "reason": one_line(reason), "until": iso(until_us)}
+
+
+def verdict_of(content: Mapping[str, Any], node: str, uuids: Iterable[str] = ()) -> Json:
+    """What a gate with this snapshot says of a job on that node that holds `uuids` (none named: any of its devices)."""
+    wanted = set(uuids)
+    devices = {
+        uuid: entry for uuid, entry in content["devices"].items() if uuid in wanted or (not wanted and entry["node"] == node)
+    }
+    own = content["nodes"].get(node)
+    entries = ([own] if own else []) + list(devices.values())
+    verdicts = {entry["verdict"] for entry in entries}
+    verdict = "refuse" if "refuse" in verdicts else "avoid" if verdicts else "accept"
+    telling = next((entry for entry in entries if entry["verdict"] == verdict), None) or {"id": "", "reason": "", "until": None}
+    told = {name: telling[name] for name in ("id", "reason", "until")}
+    return {"node": node, "verdict": verdict, **told, "of_node": own, "devices": devices}
+
+
+class Publisher:
+    """Numbers and signs snapshots. Serials grow with the time, also over restarts and from one supervisor to the next."""
+
+    def __init__(self, key: SigningKey, folder: Path) -> None:
+        self._key = key
+        self._stored = folder / STORED
+        self._last = self._last_serial()
+
+    def publish(self, content: Json, now_us: int) -> Snapshot:
+        """The next snapshot; its number is kept in the state directory as far as that can be written."""
+        self._last = serial = max(self._last + 1, now_us // 1000)
+        whole = {"schema": content["schema"], "cluster": content["cluster"], "serial": serial, "made_us": now_us, **content}
+        data = self._key.sign(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
+        with contextlib.suppress(OSError):
+            self._stored.write_text(f"{serial}\n")
+        return Snapshot(serial, now_us, whole, data)
+
+    def _last_serial(self) -> int:
+        try:
+            return int(self._stored.read_text().strip())
+        except (OSError, ValueError):
+            return 0
+
+
+def is_due(last: Snapshot | None, content: Json, now_us: int) -> bool:
+    """Whether a new snapshot is to be made."""
+    if last is None or not 0 <= now_us - last.made_us < REFRESH_US:
+        return True
+    return any(last.content[name] != value for name, value in content.items())

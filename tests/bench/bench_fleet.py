@@ -1,0 +1,122 @@
+"""One supervisor and many nodes: 2,048 simulated agents with 16,384 ranks, on SQLite and on PostgreSQL.
+
+`python -m tests.bench.bench_fleet [--agents 2048] [--seconds 300] [--database-url URL | --only sqlite|postgres]`. Without a
+URL a PostgreSQL server is started on the local disk with its safe defaults (fsync on). Goals: nothing lost, nothing refused.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from sqlalchemy import func, select
+
+from rsup.supervisor import tables
+from rsup.supervisor.database import reader_engine
+from tests.bench.table import Row, print_table
+from tests.process.two_supervisors import Serving
+from tests.store.postgres_server import started_server
+
+NODES_PER_JOB = 32
+REST_EVERY_S = 0.5
+
+
+@contextlib.contextmanager
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as folder:
+        (Path(folder) / "run").mkdir(mode=0o700)
+        os.environ["XDG_RUNTIME_DIR"] = f"{folder}/run"
+        yield Path(folder)
+
+
+def one_run(folder: Path, url: str, name: str, num_agents: int, seconds: float) -> list[Row]:
+    """Rows of one supervisor on that database."""
+    key = folder / "key"
+    key.write_text("a secret of the benchmark's fleet")
+    key.chmod(0o600)
+    serving = Serving(folder / name, url or f"sqlite:///{folder}/{name}.db", key)
+    try:
+        serving.leads()
+        arguments = [serving.rpc, str(key), str(num_agents), str(min(NODES_PER_JOB, num_agents)), str(seconds), "1"]
+        fleet = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.fleet_agents", *arguments], stdout=subprocess.PIPE, text=True
+        )
+        rest_s, peak_mib, cpu = watch(serving, fleet)
+        assert fleet.stdout is not None
+        told = json.loads(fleet.stdout.read())
+        lost = told["exits_told"] - stored_exits(url or f"sqlite:///{folder}/{name}.db")
+    finally:
+        serving.end()
+    what = f"{num_agents} agents, {8 * num_agents} ranks"
+    counts = f"{told['facts_told']} facts: {told['unacknowledged']} not acknowledged, {lost} exits lost"
+    counts += f", {len(told['refused'])} refused"
+    detections_ms = [1000 * s for s in told["detections_s"]]
+    return [
+        Row(f"{what}: death to stop order, per agent", name, detections_ms, "ms", "", counts),
+        Row(f"{what}: REST", name, [1000 * s for s in rest_s], "ms"),
+        Row(f"{what}: memory of the supervisor", name, [peak_mib], "MiB"),
+        Row(
+            f"{what}: processor of the supervisor", name, [cpu], "% of a core", "", f"all started after {told['ready_s']:.1f} s"
+        ),
+    ]
+
+
+def watch(serving: Serving, fleet: "subprocess.Popen[str]") -> tuple[list[float], float, float]:
+    """REST latencies in seconds, the supervisor's peak memory in MiB and mean processor use in %, until the fleet ends."""
+    supervisor = psutil.Process(serving.process.pid)
+    token = (serving.state / "token").read_text().strip()
+    headers = {"Authorization": f"Bearer {token}"}
+    rest_s, peak, began_s, number = [], 0.0, time.monotonic(), 0
+    paths = ("/api/v1/jobs?limit=100", "/api/v1/jobs/fleet-1-0?owner=bench", "/api/v1/devices?limit=100")
+    while fleet.poll() is None:
+        time.sleep(REST_EVERY_S)
+        peak = max(peak, supervisor.memory_info().rss / 2**20)
+        number += 1
+        asked_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            request = urllib.request.Request(serving.rest + paths[number % len(paths)], headers=headers)
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                answer.read()
+            rest_s.append(time.monotonic() - asked_s)
+    times = supervisor.cpu_times()
+    return rest_s, peak, 100 * (times.user + times.system) / (time.monotonic() - began_s)
+
+
+def stored_exits(url: str) -> int:
+    engine = reader_engine(url)
+    with engine.connect() as connection:
+        wanted = select(func.count()).select_from(tables.events).where(tables.events.c.kind == "RankExited")
+        found = int(connection.execute(wanted).scalar() or 0)
+    engine.dispose()
+    return found
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    """Both databases, or the one that is named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--agents", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--database-url", default="")
+    parser.add_argument("--only", choices=("sqlite", "postgres"), default="")
+    options = parser.parse_args(argv)
+    rows: list[Row] = []
+    if options.only != "postgres" and not options.database_url:
+        with place() as folder:
+            rows += one_run(folder, "", "sqlite", options.agents, options.seconds)
+    if options.only != "sqlite":
+        with place() as folder, contextlib.closing(started_server(fsync=True)) as servers:
+            url = options.database_url or next(servers).new_database()
+            rows += one_run(folder, url, "postgres", options.agents, options.seconds)
+    return rows
+
+
+if __name__ == "__main__":
+    print_table(main())

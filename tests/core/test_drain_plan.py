@@ -1,0 +1,270 @@
+"""The pure parts of drains: what the guard lets pass, what is done to which node, what SLURM's text means."""
+
+from msgspec.structs import replace
+
+from rsup.supervisor.hardware.policy import Guard
+from rsup.supervisor.records import DrainNoted
+from rsup.supervisor.slurm.drain_plan import Ground, Plan, PlanSettings, View, decide
+from rsup.supervisor.slurm.drain_words import Word, answer
+from rsup.supervisor.slurm.guard import HOUR_US, admit, racks_of
+from rsup.supervisor.slurm.node_log import NodeLog, logs_of
+from rsup.supervisor.slurm.scheduler_text import MAX_REASON_CHARS, NodeSeen, read_nodes, read_reservations, reason_text
+
+NOW = 10 * HOUR_US
+GUARD = Guard()
+FLEET = [f"r{rack}-n{node}" for rack in range(10) for node in range(10)]
+
+
+def seen(*names: str, state: str = "IDLE", flags: str = "", reason: str = "") -> dict[str, NodeSeen]:
+    return {name: NodeSeen(name, state, frozenset(flags.split()), reason, "root", 1) for name in names}
+
+
+def ground(node: str, may_drain: str = "second", at_us: int = NOW - 5, **fields: object) -> Ground:
+    made = Ground("device", f"GPU-{node}", node, "quarantined", "wrong results", True, may_drain, at_us, at_us)
+    return replace(made, **fields)
+
+
+class Story:
+    """A fleet over several rounds. The notes of each are remembered, as the store does."""
+
+    def __init__(self, mode: str = "act", guard: Guard = GUARD, **settings: object) -> None:
+        self.settings = PlanSettings(mode, **settings)  # type: ignore[arg-type]
+        self.guard, self.now_us = guard, NOW
+        self.notes: list[DrainNoted] = []
+        self.logs: dict[str, NodeLog] = {}
+
+    def round(self, grounds: list[Ground], nodes: dict[str, NodeSeen] | None, stale: bool = False, **more: object) -> Plan:
+        self.now_us += 1000
+        admissions = [note for note in self.notes if note.what == "admitted"]
+        lately, number = [note.at_us for note in admissions], 1 + max((n.number for n in admissions), default=0)
+        view = View(nodes, is_stale=stale, **more)  # type: ignore[arg-type]
+        plan = decide(grounds, view, self.logs, lately, number, self.settings, self.guard, ["n0", "n1", "n2"], self.now_us)
+        self.keep(*plan.notes)
+        assert self.logs == {node: log for node, log in plan.logs.items() if node in self.logs or log != NodeLog()}
+        return plan
+
+    def keep(self, *notes: DrainNoted) -> None:
+        self.notes += notes
+        self.logs = logs_of(self.notes)
+
+    def done(self, node: str, what: str, reason: str = "rsup:x") -> None:
+        self.now_us += 1000
+        self.keep(DrainNoted(node, self.now_us, what, 0, reason))
+
+    def told(self) -> list[tuple[str, str]]:
+        return [(note.node, note.what) for note in self.notes]
+
+
+def kinds(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+    return [(step.kind, step.nodes) for step in plan.steps]
+
+
+# ------------------------------------------------------------------------------------------------------------- the guard
+
+
+def test_percent_count_rate_and_rack_bound_admissions_each() -> None:
+    lots = replace(GUARD, max_fraction=1.0, most_nodes=1000, max_per_hour=1000, max_per_rack=1000)
+
+    def num(guard: Guard, wanted: list[str], eligible: list[str] = FLEET, **more: object) -> int:
+        given = {"admitted": [], "admitted_us": [], **more}
+        return len(admit(wanted, eligible, guard=guard, now_us=NOW, **given).passed)  # type: ignore[arg-type]
+
+    assert num(lots, FLEET) == 100
+    assert num(replace(lots, max_fraction=0.05), FLEET) == 5
+    assert num(replace(lots, max_fraction=0.05), FLEET[:10], FLEET[:10]) == 2, "small clusters may lose two"
+    assert num(replace(lots, most_nodes=7), FLEET) == 7
+    assert num(replace(lots, max_per_hour=4), FLEET) == 4
+    hour = [NOW - HOUR_US, NOW - HOUR_US + 1, NOW - 1, NOW + 5]
+    assert num(replace(lots, max_per_hour=4), FLEET, admitted_us=hour) == 2, "older ones, and a stepped clock's, do not count"
+    assert num(replace(lots, max_per_rack=2), FLEET) == 20
+    assert num(replace(lots, max_per_rack=2), FLEET, admitted=["r0-n0"]) == 19, "what is admitted already counts, once"
+    assert num(lots, ["x"], FLEET) == num(lots, FLEET[:1], []) == num(lots, [], []) == 0, "zero nodes is a usual fleet"
+    held = admit(["b", "a"], ["a", "b", "c"], ["c", "d"], [], lots, NOW)
+    assert held.passed == ["b"] and list(held.held) == ["a"] and held.is_open and held.max_refused == 3
+
+
+def test_names_without_racks_have_no_limit_by_rack() -> None:
+    pattern = GUARD.rack_pattern
+    assert racks_of(FLEET, pattern)["r3-n7"] == "r3"
+    for names in (["n0", "n1"], [f"gpu-node-{i}" for i in range(500)], ["login"], []):
+        assert not racks_of(names, pattern)
+
+
+# --------------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_node_is_refused_at_once_and_drained_where_the_history_allows_it() -> None:
+    story = Story()
+    plan = story.round([ground("n1"), ground("n2", may_drain="")], seen("n0", "n1", "n2"))
+    assert plan.refused == {"n1": 1, "n2": 2} and kinds(plan) == [("drain", ("n1",))]
+    assert plan.steps[0].reason == "rsup:Q-1 GPU-n1 quarantined: wrong results; rsup nodes why n1"
+    story.done("n1", "drained")
+    ours = seen("n1", flags="DRAIN", reason="rsup:x") | seen("n0", "n2")
+    assert kinds(story.round([ground("n1"), ground("n2", may_drain="")], ours)) == []
+    plan = story.round([ground("n2", may_drain="")], ours)
+    assert kinds(plan) == [("undrain", ("n1",))] and plan.refused == {"n2": 2}
+
+
+def test_each_mode_and_setting() -> None:
+    nodes, against = seen("n0", "n1"), [ground("n1")]
+    for mode, steps, proposals in (("act", 1, 0), ("propose", 0, 1), ("off", 0, 0)):
+        plan = Story(mode).round(against, nodes)
+        assert (len(plan.steps), len(plan.proposals), plan.refused) == (steps, proposals, {"n1": 1}), mode
+    assert kinds(Story(bad_gpu="refuse").round(against, nodes)) == []
+    assert kinds(Story(bad_gpu="refuse").round([ground("n1", kind="node", subject="n1")], nodes)) == [("drain", ("n1",))]
+    assert kinds(Story(quarantine_by="reservation").round(against, nodes)) == [("reserve", ("n1",))]
+    assert Story().round(against, None).refused == {"n1": 1}, "known nodes stand for SLURM's"
+    story = Story()
+    story.round(against, nodes)
+    assert kinds(story.round(against, nodes, stale=True)) == [], "an old answer is no ground for steps"
+
+
+def test_nobody_elses_hand_is_overruled() -> None:
+    drained = {"flags": "DRAIN", "reason": "ann: dimm"}
+    plan = Story().round([ground("n1")], seen("n0", "n2") | seen("n1", **drained))
+    assert plan.waiting == {"n1": "IDLE+DRAIN: ann: dimm [root]"} and not plan.steps and not plan.admission.is_open
+    for state, flags in (("DOWN", ""), ("FUTURE", ""), ("WONDERFUL", ""), ("IDLE", "POWERED_DOWN")):
+        plan = Story().round([ground("n1")], seen("n0") | seen("n1", state=state, flags=flags))
+        assert list(plan.waiting) == ["n1"] and not plan.steps, state
+    assert kinds(Story().round([ground("n1")], seen("n1", state="ALLOCATED", flags="SHINY"))) == [("drain", ("n1",))]
+
+    story, against = Story(), [ground("n1")]
+    story.round(against, seen("n1"))
+    story.done("n1", "drained")
+    plan = story.round(against, seen("n1"))  # somebody has resumed it
+    assert (
+        plan.left_alone == {"n1": "somebody else"}
+        and not plan.refused
+        and story.told()[-2:] == [("n1", "resumed"), ("n1", "cleared")]
+    )
+    assert not story.round(against, seen("n1")).notes, "said and counted once"
+    plan = story.round([ground("n1", at_us=story.now_us + 500)], seen("n1"))
+    assert plan.refused == {"n1": 2} and kinds(plan) == [("drain", ("n1",))], "new evidence"
+
+    story = Story()
+    story.round(against, seen("n1"))
+    story.done("n1", "drained")
+    plan = story.round(against, seen("n1"), has_forgotten=True)
+    assert kinds(plan) == [("drain", ("n1",))] and not plan.left_alone, "SLURM has lost it with its state"
+
+    story = Story()
+    story.round(against, seen("n1"))
+    story.done("n1", "drained")
+    story.round(against, seen("n1", **drained))  # somebody has put a reason of theirs in its place
+    assert story.told()[-1] == ("n1", "yielded")
+    assert not kinds(story.round([], seen("n1", **drained))), "theirs to end"
+    assert story.round(against, seen("n1")).left_alone, "they have ended it, and with it ours"
+
+
+def test_a_drain_that_nobody_could_note_is_taken_up_again_only_with_a_ground() -> None:
+    ours = seen("n1", flags="DRAIN", reason="rsup:Q-9 by the gate")
+    story = Story()
+    story.round([ground("n1")], ours)
+    assert ("n1", "drained") in story.told() and kinds(story.round([], ours)) == [("undrain", ("n1",))]
+    assert kinds(Story().round([], ours)) == [], "a new and empty store releases nothing"
+
+
+def test_a_node_that_is_gone_from_slurm_is_named_and_not_forgotten() -> None:
+    story, against = Story(), [ground("n1")]
+    story.round(against, seen("n0", "n1"))
+    story.done("n1", "drained")
+    plan = story.round(against, seen("n0"))
+    assert plan.unknown == ["n1"] and not plan.steps and not plan.left_alone
+    assert not story.round(against, seen("n0") | seen("n1", flags="DRAIN", reason="rsup:x")).notes
+
+
+def test_suspects_come_last_by_a_weight_that_is_taken_back() -> None:
+    story, soft = Story(avoid_suspects=True), [ground("n1", refuses=False, may_drain="")]
+    plan = story.round(soft, seen("n0", "n1"))
+    assert [(step.kind, step.weight) for step in plan.steps] == [("weigh", 1001)] and not plan.refused
+    story.keep(DrainNoted("n1", story.now_us + 1, "weighted", 1))
+    heavy = {"n1": replace(seen("n1")["n1"], weight=1001)}
+    assert not story.round(soft, heavy).steps
+    assert [(step.kind, step.weight) for step in story.round([], heavy).steps] == [("unweigh", 1)]
+    changed = {"n1": replace(seen("n1")["n1"], weight=7)}
+    assert not story.round([], changed).steps and story.told()[-1] == ("n1", "unweighted"), "somebody has changed it"
+
+
+def test_a_reservation_that_somebody_has_ended_is_left_alone() -> None:
+    story, against = Story(quarantine_by="reservation"), [ground("n1")]
+    story.round(against, seen("n1"), reservations=frozenset())
+    story.done("n1", "reserved")
+    assert not story.round(against, seen("n1"), reservations=frozenset({"rsup_q_n1"})).steps
+    assert list(story.round(against, seen("n1"), reservations=frozenset()).left_alone) == ["n1"]
+
+
+def test_releases_pass_a_tripped_guard_and_come_first_in_one_call() -> None:
+    story = Story(guard=replace(GUARD, max_per_hour=3))
+    names = ("n1", "n2", "n3")
+    story.guard = replace(story.guard, max_nodes=3)
+    nodes = seen("n0", "n4", *names)
+    story.round([ground(name) for name in names], nodes)
+    for name in names:
+        story.done(name, "drained")
+    ours = seen("n0", "n4") | seen(*names, flags="DRAIN", reason="rsup:x")
+    plan = story.round([ground("n3"), ground("n4")], ours)
+    assert plan.admission.is_open and "within the hour" in plan.admission.held["n4"]
+    assert kinds(plan) == [("undrain", ("n1", "n2"))]
+
+
+# ------------------------------------------------------------------------------------------------------- people, and text
+
+
+def test_what_an_operator_says_is_done_for_all_nodes_or_none() -> None:
+    nodes = seen("n0", "n1", "n2", "n3") | seen("n4", flags="DRAIN", reason="ann: dimm")
+
+    def say(verb: str, *names: str, mode: str = "act", logs: dict[str, NodeLog] | None = None, **more: bool) -> str:
+        word = Word(verb=verb, nodes=names, reason="fan", principal="bob", **more)
+        told = answer(word, View(nodes), logs or {}, [], 1, GUARD, mode, "", NOW)
+        return told.refused or " ".join(f"{note.node}:{note.what}" for note in told.notes)
+
+    assert say("drain", "n1", "n2") == "n1:wanted n2:wanted n1:admitted n2:admitted"
+    assert "the guard holds back n2: 2 of at most 2" in say("drain", "n0", "n1", "n2")
+    assert say("drain", "n0", "n1", "n2", beyond_guard=True).count("wanted") == 3
+    assert "node n4 is drained by root: ann: dimm" in say("drain", "n1", "n4")
+    assert "not ours to end" in say("undrain", "n4") and "not drained by rsup" in say("undrain", "n1")
+    assert "knows no node n9" in say("drain", "n1", "n9") and "drains are off" in say("drain", "n1", mode="off")
+    assert say("undrain", "n1", logs={"n1": NodeLog(number=3)}) == "n1:unwanted"
+    word = Word(verb="drain", nodes=("n1",), reason="x", principal="bob")
+    assert "SLURM does not answer: it hangs" in answer(word, View(), {}, [], 1, GUARD, "act", "it hangs", NOW).refused
+
+    story = Story("propose")
+    story.keep(
+        *answer(
+            Word(verb="drain", nodes=("n1", "n2"), reason="fan", principal="bob"),
+            View(nodes),
+            {},
+            [],
+            1,
+            GUARD,
+            "propose",
+            "",
+            NOW,
+        ).notes
+    )
+    plan = story.round([], nodes)
+    assert kinds(plan) == [("drain", ("n1", "n2"))] and plan.steps[0].reason == "rsup:bob: fan", "in mode propose too"
+
+
+def test_what_slurm_shows_is_read_with_all_that_is_odd_in_it() -> None:
+    when = "2026-11-30T14:46:22"
+    lines = [
+        f"NodeName=n0 State=IDLE+DRAIN+SHINY Weight=3 Partitions=a,b  Reason=bad [x] State=DOWN y [ann@{when}]",
+        f"NodeName=n1 State=DOWN*+NOT_RESPONDING Weight=x Reason=Not responding [slurm@{when}] Comment=mine",
+        "NodeName=n2 State=WONDERFUL",
+        "Node n9 not found",
+        "NodeName= State=IDLE",
+    ]
+    nodes = read_nodes("\n".join(lines))
+    assert list(nodes) == ["n0", "n1", "n2"]
+    first = nodes["n0"]
+    assert (first.state, first.reason, first.reason_by, first.weight) == ("IDLE", "bad [x] State=DOWN y", "ann", 3)
+    assert first.is_drained and first.has_foreign_reason and first.unknown == ["SHINY"] and first.partitions == ("a", "b")
+    assert (nodes["n1"].state, nodes["n1"].reason, nodes["n1"].weight) == ("DOWN", "Not responding", None)
+    assert not nodes["n2"].is_eligible and nodes["n2"].unknown == ["WONDERFUL"]
+    assert read_reservations("ReservationName=rsup_q_n1 Nodes=n1\nReservationName=other Nodes=n2\nNo reservations") == {
+        "rsup_q_n1"
+    }
+    long = reason_text(17, "GPU-1 quarantined: " + "x='\"\n" * 80, "n17")
+    assert len(long) <= MAX_REASON_CHARS and long.startswith("rsup:Q-17 GPU-1 ") and long.endswith("; rsup nodes why n17")
+    assert not set("\"'=\n") & set(long)

@@ -1,0 +1,85 @@
+"""The key that signs snapshots, and what a snapshot's line says; nodes read it with code of their own."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from rsup.launcher.slurm.snapshot_file import public_key_of, read_snapshot
+from rsup.supervisor.places import PlaceError
+from rsup.supervisor.slurm.drain_plan import Ground, Plan
+from rsup.supervisor.slurm.guard import Admission
+from rsup.supervisor.slurm.node_log import NodeLog
+from rsup.supervisor.slurm.signing import BadSnapshot, load_key, verified
+from rsup.supervisor.slurm.snapshot import REFRESH_US, Publisher, content_of, is_due, verdict_of
+
+NOW = 1_800_000_000_000_000
+
+
+def test_the_key_is_made_once_and_never_replaced(tmp_path: Path) -> None:
+    key = load_key(tmp_path)
+    path = tmp_path / "signing-key"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert (tmp_path / "signing-key.pub").read_text().strip() == key.public == load_key(tmp_path).public
+    assert load_key(tmp_path, str(tmp_path / "other")).public != key.public
+    path.chmod(0o640)
+    with pytest.raises(PlaceError, match="can be read by others"):
+        load_key(tmp_path)
+    for content in ("", "c2hvcnQ=", "no key"):
+        path.write_text(content)
+        path.chmod(0o600)
+        with pytest.raises(PlaceError, match="restore it, or remove it and tell the nodes"):
+            load_key(tmp_path)
+    with pytest.raises(PlaceError, match="set --signing-key-file"):
+        load_key(tmp_path, str(tmp_path / "missing" / "key"))
+
+
+def test_only_what_the_key_has_signed_is_believed(tmp_path: Path) -> None:
+    key, other = load_key(tmp_path), load_key(tmp_path, str(tmp_path / "other"))
+    data = key.sign(b'{"schema":1}')
+    assert verified(data, key.public) == b'{"schema":1}'
+    head, _, body = data.partition(b"\n")
+    wrong = {
+        "signed by another key": (data, other.public),
+        "signature is wrong": (head + b"\n" + body + b" ", key.public),
+        "no snapshot of rsup": (b"x" + data, key.public),
+        "damaged": (data, "???"),
+    }
+    for text, (signed, public) in wrong.items():
+        with pytest.raises(BadSnapshot, match=text):
+            verified(signed, public)
+
+
+def test_a_snapshot_says_what_the_plan_says(tmp_path: Path) -> None:
+    grounds = [
+        Ground("device", "GPU-a", "n1", "quarantined", "wrong 'results'", serial="S1"),
+        Ground("node", "n2", "n2", "quarantined", "two devices", version=3),
+        Ground("device", "GPU-c", "n3", "suspect", "1 of 2", refuses=False, until_us=NOW),
+        Ground("device", "GPU-d", "n4", "quarantined", "Xid 79"),
+    ]
+    logs = {"n1": NodeLog(number=7), "n5": NodeLog(number=8, wanted="ann: fan"), "n4": NodeLog()}
+    admission = Admission(held={"n2": "limit"}, num_refused=2, num_eligible=40, limit=2)
+    plan = Plan(admission=admission, refused={"n1": 7, "n5": 8}, left_alone={"n4": "bob"}, logs=logs)
+    content = content_of("c", grounds, plan)
+    key = load_key(tmp_path)
+    publisher = Publisher(key, tmp_path)
+    first = publisher.publish(content, NOW)
+    read = read_snapshot(first.data, public_key_of(key.public.encode()))
+    assert (read.cluster, read.num_nodes, read.max_refused, read.guard_open) == ("c", 40, 2, True)
+    assert {name: (one.verdict, one.id) for name, one in read.nodes.items()} == {
+        "n2": ("avoid", "S-3"),
+        "n5": ("refuse", "Q-8"),
+    }
+    found = {uuid: (one.verdict, one.node) for uuid, one in read.devices.items()}
+    assert found == {"GPU-a": ("refuse", "n1"), "GPU-c": ("avoid", "n3"), "GPU-d": ("avoid", "n4")}
+    assert read.devices["GPU-d"].reason == "let run by bob; Xid 79" and read.devices["GPU-a"].reason == "wrong results"
+    assert read.refused_nodes == {"n1", "n5"}
+
+    assert not is_due(first, content, NOW + 1) and is_due(first, content, NOW + REFRESH_US) and is_due(first, content, NOW - 1)
+    assert is_due(first, {**content, "guard_open": False}, NOW + 1)
+    assert publisher.publish(content, NOW - 10**12).serial == first.serial + 1, "clocks that step back"
+    assert Publisher(key, tmp_path).publish(content, NOW - 10**12).serial == first.serial + 2, "and restarts"
+
+    verdicts = {node: verdict_of(content, node)["verdict"] for node in ("n1", "n2", "n3", "n5", "n6")}
+    assert verdicts == {"n1": "refuse", "n2": "avoid", "n3": "avoid", "n5": "refuse", "n6": "accept"}
+    assert verdict_of(content, "n1", ["GPU-b"])["verdict"] == "accept"

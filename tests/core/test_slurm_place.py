@@ -1,0 +1,157 @@
+"""What a launch reads from SLURM's variables, and the words that it makes of SLURM's answers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rsup.launcher.launch_parser import parse_launch
+from rsup.launcher.slurm.environment import SeveralAgents, SlurmPlace, check_tasks, read_place
+from rsup.launcher.slurm.finish import NoResult, read_outcome
+from rsup.launcher.slurm.hostnames import node_names
+from rsup.launcher.slurm.meeting import meeting_ports
+from rsup.launcher.slurm.requeue import _follows, _names_code
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rpc_links import Link, is_astray
+
+STEP = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_CLUSTER_NAME": "c1",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[0-2]",
+    "SLURM_JOB_NODELIST": "n[0-3]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_JOB_GPUS": "0,1,2,3",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+BATCH = {name: value for name, value in STEP.items() if "STEP" not in name and name != "SLURM_LAUNCH_NODE_IPADDR"}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n0", ["n0"]),
+        ("n[0-2,07],login", ["n0", "n1", "n2", "n07", "login"]),
+        ("r[1-2]c[0-1]", ["r1c0", "r1c1", "r2c0", "r2c1"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("", []),
+        ("n[3-1]", []),
+        ("n[a]", []),
+        ("n[1-99999999999]", []),
+    ],
+)
+def test_lists_of_nodes(text: str, names: list[str]) -> None:
+    assert node_names(text) == names
+
+
+def test_a_step_is_an_agent_a_node() -> None:
+    place = read_place(STEP)
+    assert place is not None and place.in_step
+    assert (place.nodes, place.node_index, place.num_nodes, place.num_gpus) == (("n0", "n1", "n2"), 1, 3, 4)
+    check_tasks(place)
+    options = parse_launch(["train.py"], STEP)
+    assert (options.min_nodes, options.max_nodes, options.nproc_per_node, options.node_rank) == (3, 3, 4, 1)
+    assert (options.rdzv_id, options.preferred_job_id, options.cluster) == ("slurm-c1-17.2.0", "17", "c1")
+    assert options.state_dir.parts[-2:] == ("slurm", "c1-17")
+    assert options.asks_for_end and options.rdzv_endpoint == ""
+
+
+def test_what_a_user_says_goes_before() -> None:
+    words = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-id",
+        "mine",
+        "--rdzv-endpoint",
+        "n0:5",
+        "--state-dir",
+        "/x",
+        "t.py",
+    ]
+    options = parse_launch(words, STEP | {"SLURM_JOB_END_TIME": "99999999999"})
+    assert (options.max_nodes, options.nproc_per_node, options.rdzv_id, options.rdzv_endpoint) == (2, 1, "mine", "n0:5")
+    assert str(options.state_dir) == "/x" and not options.asks_for_end
+    assert parse_launch(["--standalone", "t.py"], STEP).max_nodes == 1
+
+
+def test_several_tasks_on_a_node_are_refused() -> None:
+    for changed in ({"SLURM_STEP_NUM_TASKS": "4"}, {"SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "3"}):
+        with pytest.raises(SeveralAgents, match=r"step 17\.2 starts several tasks on a node.*--ntasks-per-node=1"):
+            parse_launch(["t.py"], STEP | changed)
+
+
+def test_the_batch_script_itself_is_one_node() -> None:
+    options = parse_launch(["t.py"], BATCH)
+    assert (options.max_nodes, options.nproc_per_node, options.node_rank, options.rdzv_id) == (1, 4, -1, "none")
+    assert any("job 17 has 4 nodes, and this launch is on one" in note for note in options.notes)
+
+
+def test_no_gpus_and_nonsense() -> None:
+    without = {name: value for name, value in STEP.items() if "GPU" not in name and "CUDA" not in name}
+    assert parse_launch(["t.py"], without).nproc_per_node == 1
+    assert parse_launch(["t.py"], STEP | {"CUDA_VISIBLE_DEVICES": "2"}).nproc_per_node == 1
+    assert parse_launch(["t.py"], STEP | {"CUDA_VISIBLE_DEVICES": ""}).nproc_per_node == 1
+    assert read_place({}) is None and read_place({"SLURM_JOB_ID": "x"}) is None
+    odd = read_place({"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "many"})
+    assert odd is not None and not odd.in_step and odd.num_nodes == 1
+
+
+def test_ports_are_the_steps_own() -> None:
+    first = SlurmPlace("17", "c1", "2")
+    assert meeting_ports(first, {}) == meeting_ports(replace(first, node="n9", node_index=3), {})
+    others = [SlurmPlace(str(job), "c1", str(step)) for job in range(17, 400) for step in range(8)]
+    ports = [port for place in others for port in meeting_ports(place, {})]
+    assert len(set(ports)) == len(ports) and all(10000 <= port < 30000 for port in ports)
+    assert meeting_ports(first, {"RSUP_PORT_RANGE": "41000-41001"}) == (41000, 41001)
+
+
+def test_another_steps_agent_is_sent_on() -> None:
+    link = Link(None, "tcp://a:1", jobs=[JobKey("c1", "ann", "17", 1)], groups=["slurm-c1-17.2.0"])  # type: ignore[arg-type]
+    assert is_astray(link, "slurm-c1-18.0.0")
+    assert not is_astray(link, "slurm-c1-17.2.0") and not is_astray(link, "mine")
+    link.groups = []
+    assert not is_astray(link, "slurm-c1-18.0.0"), "nobody knows yet whose the endpoint is"
+
+
+@pytest.mark.parametrize(("text", "found"), [("88", True), ("1,80-90", True), ("(null)", False), ("89", False), ("", False)])
+def test_requeue_exit_of_slurm_conf(text: str, found: bool) -> None:
+    assert _names_code(text, 88) is found
+
+
+@pytest.mark.parametrize(
+    ("waiting", "found"),
+    [
+        ("18|singleton(unfulfilled)|train", True),
+        ("18|singleton(unfulfilled)|other", False),
+        ("18|afterany:17(unfulfilled)|other", True),
+        ("18|afterok:16(unfulfilled):17(unfulfilled)|other", True),
+        ("18|afternotok:171(unfulfilled)|train", False),
+        ("18|(null)|train", False),
+        ("17|singleton|train", False),
+        ("nonsense", False),
+    ],
+)
+def test_what_would_go_on_with_a_job(waiting: str, found: bool) -> None:
+    assert _follows(waiting.split("|", 2), "17", {"JobName": "train"}) is found
+
+
+def test_results_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    with pytest.raises(NoResult, match="No such file"):
+        read_outcome(path)
+    for text in ("", "[]", '{"exit_code": "x"}', "\x00"):
+        path.write_text(text)
+        with pytest.raises(NoResult, match="is no result file of rsup launch"):
+            read_outcome(path)
+    path.write_text('{"exit_code": 16, "avoid_nodes": ["n1", 5]}')
+    assert (read_outcome(path).exit_code, read_outcome(path).nodes) == (16, ("n1",))

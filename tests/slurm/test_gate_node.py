@@ -1,0 +1,387 @@
+"""The node's side without SLURM: the hooks' environment, the cap, clocks, and `rsup slurm healthcheck` against a supervisor's
+address."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsup.launcher.slurm import gate, healthcheck, node_link, node_round
+from rsup.launcher.slurm.hook_text import HOOKS, hook_text
+from rsup.launcher.slurm.install import main as install
+from rsup.launcher.slurm.node_devices import DriverHangs
+from rsup.launcher.slurm.node_settings import NodeProblem, NodeSettings, boot_id, read_settings, read_trusted
+from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool
+from tests.slurm.node_side import NodeSide, Signer, refusal
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeSide:
+    node = NodeSide(tmp_path / "n1", "n1", Signer())
+    node.boards({str(index): [f"n1-{index}"] for index in range(4)})
+    return node
+
+
+# ------------------------------------------------------------------------------------------------------------ the hooks
+
+
+def test_the_prolog_in_an_empty_environment(node: NodeSide) -> None:
+    """No PATH, no HOME, no language; the exit code and one line; the cap on one job; `on_unknown`."""
+    node.tell(devices={"n1-3": refusal(node="n1")})
+    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_GPUS": "2-3"}
+    line = "rsup:Q-17 GPU 3 SDC vote 3/3 jobs; rsup nodes why n1\n"
+    done = node.run("prolog", **job)
+    assert (done.returncode, done.stdout, done.stderr) == (1, line, "")
+    assert [one["key"] for one in node.refusals()] == ["prolog-refused:n1:9:0"] and node.refusals()[0]["device"] == "n1-3"
+    assert not (node.places.jobs / "9").exists(), "it has not begun"
+    done = node.run("prolog", **job, SLURM_JOB_RESTART_COUNT="3")
+    assert (done.returncode, done.stdout) == (0, "") and node.refusals()[-1]["kind"] == "gate-cap", "sent away enough"
+    assert json.loads((node.places.jobs / "9").read_text())["gpus"] == ["n1-2", "n1-3"]
+
+    node.places.snapshot.unlink()
+    for _ in range(3):
+        assert node.run("prolog", **job).returncode == 0
+    assert [one["kind"] for one in node.refusals()].count("gate-unknown") == 1, "told once, not once a job"
+    node.settings(mode="enforce", on_unknown="refuse")
+    assert node.run("prolog", **job).returncode == 1
+    assert node.run("prolog", **job, SLURM_JOB_RESTART_COUNT="3").returncode == 0, "within the cap"
+    node.settings(mode="observe", on_unknown="refuse")
+    assert node.run("prolog", **job).returncode == 0, "observing refuses nobody"
+
+
+def test_the_gate_loads_nothing_heavy_and_is_closed_to_the_users_python(node: NodeSide, tmp_path: Path) -> None:
+    node.tell()
+    (tmp_path / "json.py").write_text("raise SystemExit(1)")
+    script = "import sys; from rsup.launcher.slurm import prolog; print(prolog.main([]), *sorted(sys.modules))"
+    environ = {**node.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-I", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    words = done.stdout.splitlines()[-1].split()
+    assert words[0] == "0" and "cryptography" in words
+    assert not {"msgspec", "zmq", "sqlalchemy", "fastapi", "torch", "ssl", "http.client", "asyncio", "subprocess"} & set(words)
+
+
+def test_rsup_gate_says_it_by_exit_code(
+    node: NodeSide, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in node.environ.items():
+        monkeypatch.setenv(name, value)
+    node.tell(devices={"n1-3": refusal(node="n1")}, nodes={"n5": refusal()})
+    rsup = [sys.executable, "-m", "rsup.launcher", "gate"]
+
+    def ask(*words: str) -> tuple[int, str]:
+        done = subprocess.run([*rsup, *words], capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    assert ask()[0] == 0
+    assert ask("--node=n5") == (1, "rsup:Q-17 node n5 SDC vote 3/3 jobs; rsup nodes why n5\n")
+    assert ask("--uuids", "n1-3")[0] == 1
+    code, text = ask("--gpus", "0,2-3", "--json")
+    assert code == 1 and json.loads(text)["device"] == "n1-3"
+    node.tell(devices={"n1-3": refusal(node="n1"), "n5-3": refusal(node="n5")})
+    assert ask("--node=n5", "--gpus=3")[0] == 75, "another node's index 3 is not the board that has it here"
+    assert ask("--node=n5", "--gpus=3", "--uuids=n5-3")[0] == 1
+    node.settings(mode="observe")
+    assert ask("--gpus", "3") == (0, "rsup:observe would refuse: Q-17 GPU 3 SDC vote 3/3 jobs; rsup nodes why n1\n")
+    node.places.snapshot.unlink()
+    assert ask()[0] == 75
+    for words in (["--gpus", "x"], ["--nodes", "n1"], ["--node"], ["--gpus", "0-99999999"]):
+        assert gate.main(words) == 2
+    assert "see rsup gate --help" in capfd.readouterr().err
+
+
+def test_the_age_is_the_boot_clocks_and_not_the_walls(node: NodeSide) -> None:
+    """Node and supervisor five minutes apart, either way; a clock that steps back or forth by a day changes nothing."""
+    now_us = time.time_ns() // 1000
+    for made_us in (now_us - 300_000_000, now_us + 300_000_000, 0, now_us + 86_400_000_000):
+        node.tell(nodes={"n1": refusal()}, made_us=made_us)
+        for wall_s in (time.time() - 86_400, time.time(), time.time() + 86_400):  # when it was written, by the wall clock
+            os.utime(node.places.snapshot, (wall_s, wall_s))
+            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - 60
+            confirmed = {"boot_id": boot_id(), "boottime_s": age_s, "serial": 7, "etag": '"7"'}
+            node.places.confirmed.write_text(json.dumps(confirmed))
+            assert gate.ask(node.environ).exit_code == 1
+            node.places.confirmed.write_text(json.dumps(confirmed | {"boottime_s": age_s - 3600}))
+            assert gate.ask(node.environ).answer.why == "old"
+
+
+def test_files_that_others_may_write_are_not_believed(node: NodeSide) -> None:
+    node.tell(nodes={"n1": refusal()})
+    for path in (node.places.root / "etc/rsup/supervisor.pub", node.places.settings, node.places.snapshot):
+        path.chmod(0o666)
+        assert gate.ask(node.environ).exit_code == 75
+        path.chmod(0o644)
+    assert gate.ask(node.environ).exit_code == 1
+    node.places.inventory.unlink()
+    os.mkfifo(node.places.inventory)  # would block whoever opens it
+    with pytest.raises(NodeProblem, match="no regular file"):
+        read_trusted(node.places.inventory, 10)
+
+
+def test_a_gate_that_is_slow_ends_undecided(node: NodeSide) -> None:
+    script = "import time; from rsup.launcher.slurm.gate import start_time_box; start_time_box(0.05); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 75 and done.stdout == "rsup:unknown the gate took longer than 0.05 s\n"
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_child_that_stays_behind_does_not_hold_up_slurm(node: NodeSide, name: str) -> None:
+    """Rule 9: it keeps the interpreter's pipe open, not SLURM's; `run` would give up after half a minute."""
+    left = node.places.root / "left"
+    node.python(f"sleep 90 & echo $! >{left}; exit 0")
+    try:
+        assert node.run(name).returncode == 0
+    finally:
+        os.kill(int(left.read_text()), 9)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_shipped_hooks_are_those_that_install_writes(name: str) -> None:
+    assert (ROOT / "deploy/slurm" / name).read_text() == hook_text(name)
+    assert os.access(ROOT / "deploy/slurm" / name, os.X_OK)
+
+
+# ------------------------------------------------------------------------------------------------- settings and install
+
+
+def test_a_slip_in_the_settings_observes(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    assert read_settings(path) == NodeSettings()
+    path.write_text('supervisor = "http://a:1, http://b:2"\nmode = "enforce"\nmax_age_s = 60\n')
+    assert read_settings(path) == NodeSettings(supervisor=("http://a:1", "http://b:2"), mode="enforce", max_age_s=60.0)
+    for text in (
+        "mode = 'on'",
+        "max_age = 3",
+        "max_age_s = 'x'",
+        "max_restarts = true",
+        "supervisor = 3",
+        "jitter_s = 90",
+        "x",
+        "a\0",
+    ):
+        path.write_text(text)
+        found = read_settings(path)
+        assert found.problem and found.mode == "observe", text
+
+
+def test_install_writes_once_and_says_what_is_unsafe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RSUP_NODE_ROOT", str(tmp_path))
+    conf, key = tmp_path / "slurm.conf", tmp_path / "key"
+    conf.write_text("ReturnToService=2\n")
+    key.write_bytes(Signer().public)
+    words = [
+        "--supervisor",
+        "http://ctl:29600",
+        "--slurm-conf",
+        str(conf),
+        "--public-key",
+        str(key),
+        "--python",
+        "/opt/r/bin/python",
+    ]
+    assert install([*words, "--dry-run"]) == 1 and not (tmp_path / "etc").exists()
+    assert install(words) == 1
+    text = capsys.readouterr().out
+    assert (
+        "unsafe: ReturnToService is 2" in text and "PrologFlags=Alloc,DeferBatch" in text and "missing  /etc/rsup/token" in text
+    )
+    settings = read_settings(tmp_path / "etc/rsup/node.toml")
+    assert (settings.supervisor, settings.mode, settings.problem) == (("http://ctl:29600",), "observe", "")
+    assert "PYTHON=/opt/r/bin/python\n" in (tmp_path / "usr/libexec/rsup/prolog").read_text()
+    assert (tmp_path / "var/spool/rsup").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "etc/rsup/node.toml").write_text('mode = "enforce"\n')
+    assert install([*words[:-2], "--python", "/opt/new/bin/python"]) == 1
+    text = capsys.readouterr().out
+    assert "kept     " in text and f"changed  {tmp_path}/usr/libexec/rsup/prolog" in text
+    assert read_settings(tmp_path / "etc/rsup/node.toml").mode == "enforce"
+    assert install(["--check", "--slurm-conf", str(conf)]) == 1
+
+
+# -------------------------------------------------------------------------------------------------------- the healthcheck
+
+
+class StandIn:
+    """A supervisor's two addresses. `answer` replaces what it says to a request."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.etag = data, '"7"'
+        self.requests: list[tuple[str, str]] = []
+        self.reports: list[dict[str, Any]] = []
+        self.statuses: list[int] = []
+        """Of the next answers, before the usual ones begin again."""
+        self.poison = ""
+        """The key of an event that it does not understand."""
+        self.url = ""
+
+    def handle(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        self.requests.append((request.command, request.headers.get("If-None-Match", "")))
+        assert request.headers["Authorization"] == "Bearer node.n1.00"
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        if self.statuses and (status := self.statuses.pop(0)) != 200:
+            return status, json.dumps({"title": "no", "detail": "standby"}).encode()
+        if request.command == "GET":
+            return (304, b"") if request.headers.get("If-None-Match") == self.etag else (200, self.data)
+        assert request.path == "/api/v1/nodes/n1/report"
+        report = json.loads(body)
+        if any(event["key"] == self.poison for event in report["events"]):
+            return 422, b'{"detail": "what is that?"}'
+        self.reports.append(report)
+        return 200, b"{}"
+
+
+@contextmanager
+def serving(stand_in: StandIn) -> Iterator[StandIn]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, data = stand_in.handle(self)
+            self.send_response(status)
+            self.send_header("ETag", stand_in.etag)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    stand_in.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield stand_in
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def supervisor(node: NodeSide, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    for name, value in node.environ.items():
+        monkeypatch.setenv(name, value)
+    token = node.places.root / "etc/rsup/token"
+    token.write_text("node.n1.00\n")
+    token.chmod(0o600)
+    node.places.devices.write_text(
+        json.dumps([{"uuid": f"n1-{index}", "pci_bus_id": f"0{index + 1}:00.0"} for index in range(4)])
+    )
+    with serving(StandIn(node.signer.snapshot(nodes={"n1": refusal()}))) as stand_in:
+        node.settings(mode="enforce", supervisor=stand_in.url)
+        yield stand_in
+
+
+def go() -> tuple[list[str], list[str]]:
+    return healthcheck.run_round(with_jitter=False)
+
+
+def test_a_round_fetches_verifies_and_delivers(node: NodeSide, supervisor: StandIn) -> None:
+    node.places.inventory.unlink()
+    node.places.kernel_log.write_text("4,5,1,-;NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus\n6,6,1,-;else\n")
+    NodeSpool(node.places.spool).add(NodeEvent("job-end:x", 1, "job-end", job="4"))
+    problems, said = go()
+    assert problems == [] and "snapshot 7: 1 nodes refused" in said
+    assert gate.ask(node.environ).exit_code == 1
+    (report,) = supervisor.reports
+    assert [one["uuid"] for one in report["inventory"]] == [f"n1-{index}" for index in range(4)] and report[
+        "boot_id"
+    ] == boot_id()
+    assert [(one["kind"], one["device"], one["code"]) for one in report["events"]] == [
+        ("job-end", None, None),
+        ("xid", "n1-1", 79),
+    ]
+    assert node.events() == []
+
+    assert go()[0] == [] and supervisor.requests[-1] == ("GET", '"7"'), "asked conditionally, nothing new to tell"
+    supervisor.etag, supervisor.data = '"8"', node.signer.snapshot(serial=8)
+    assert go()[0] == [] and gate.ask(node.environ).exit_code == 0, "released"
+
+    # A board that was there in this boot and is gone is told, once; it stays in the inventory.
+    node.places.devices.write_text(json.dumps([{"uuid": f"n1-{index}"} for index in (0, 2, 3)]))
+    assert go()[0] == [] and go()[0] == []
+    last = supervisor.reports[-1]
+    assert [(one["kind"], one["device"]) for one in last["events"]] == [("missing", "n1-1")]
+    assert [one["uuid"] for one in last["inventory"] if one.get("missing")] == ["n1-1"]
+
+
+def test_what_a_round_does_not_believe_and_does_not_lose(node: NodeSide, supervisor: StandIn) -> None:
+    assert go()[0] == []
+    good = node.places.snapshot.read_bytes()
+    supervisor.etag = '"9"'
+    for data, said in (
+        (Signer().snapshot(serial=9), "signed by key"),
+        (node.signer.snapshot(serial=9)[:-30], "signature is wrong"),
+        (node.signer.snapshot(serial=3, made_us=5), "older than 7"),
+        (node.signer.signed(b'{"schema": 2}'), "schema 2"),
+        (node.signer.signed(b"[]"), "cannot be read"),
+        (b"<html>a proxy's page</html>", "is no snapshot"),
+    ):
+        supervisor.data = data
+        NodeSpool(node.places.spool).add(NodeEvent("job-end:x", 1, "job-end"))
+        problems, _ = go()
+        assert len(problems) == 1 and said in problems[0], problems
+        assert node.places.snapshot.read_bytes() == good and gate.ask(node.environ).exit_code == 1
+    assert len(node.events()) == 6, "events wait for a supervisor that is ours"
+    supervisor.data = node.signer.snapshot(serial=9)
+    supervisor.poison = "bad"
+    NodeSpool(node.places.spool).add(NodeEvent("bad", 1, "of the future"))
+    (node.places.spool / "0-0-0.json").write_text('{"key": "cut o')
+    problems, _ = go()
+    assert problems == ["event bad dropped: what is that?"] and node.events() == []
+    assert sum(len(report["events"]) for report in supervisor.reports) == 6
+
+
+def test_a_supervisor_that_is_away_costs_a_line(node: NodeSide, supervisor: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down, standing by, without a name, silent, or a lookup that hangs: the gate goes on with what it has."""
+    assert go()[0] == []
+    NodeSpool(node.places.spool).add(NodeEvent("job-end:x", 1, "job-end"))
+    supervisor.statuses = [503]
+    assert "503 standby" in go()[0][0]
+    with serving(StandIn(b"")) as other:
+        other.statuses = [503]
+        node.settings(mode="enforce", supervisor=[other.url, supervisor.url])
+        assert go()[0] == [] and node.events() == [], "the second of two leads"
+    NodeSpool(node.places.spool).add(NodeEvent("job-end:y", 1, "job-end"))
+    for address, said in (("http://127.0.0.1:9", "refused"), ("http://ctl.invalid:1", "ctl.invalid"), ("ctl:1", "no address")):
+        node.settings(mode="enforce", supervisor=address)
+        assert said in go()[0][0]
+    monkeypatch.setattr(healthcheck, "SPEAK_WITHIN_S", 0.05)
+    hanging = threading.Event()
+    monkeypatch.setattr(node_link.NodeLink, "snapshot", lambda self, etag="": hanging.wait(20))
+    node.settings(mode="enforce", supervisor=supervisor.url)
+    assert "within 0.05 s" in go()[0][0]
+    hanging.set()
+    assert gate.ask(node.environ).exit_code == 1 and len(node.events()) == 1
+
+
+def test_a_driver_that_hangs_is_evidence(node: NodeSide, supervisor: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object) -> None:
+        raise DriverHangs("NVML has not answered for 10 s")
+
+    monkeypatch.setattr(node_round, "read_devices", hang)
+    before = node.places.inventory.read_bytes()
+    problems, _ = go()
+    assert problems == ["NVML has not answered for 10 s"] and node.places.inventory.read_bytes() == before
+    go()
+    assert [one["kind"] for report in supervisor.reports for one in report["events"]] == ["unreadable"], "once in a boot"
+
+
+def test_a_full_spool_counts_what_it_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsup.launcher.slurm.node_spool.MAX_FILES", 3)
+    spool = NodeSpool(tmp_path / "spool")
+    assert [spool.add(NodeEvent(f"k{number}", 1, "xid")) for number in range(5)] == [True] * 3 + [False] * 2
+    assert [event["key"] for _, event in spool.pending(10)] == ["k0", "k1", "k2"]
+    assert (spool.take_lost(), spool.take_lost()) == (2, 0)

@@ -1,0 +1,129 @@
+"""`rsup db` with PostgreSQL: copies from SQLite and back, dumps, upgrade with a backup before, check."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, select, text
+from store_story import event, holder, job_key, saved, story
+
+from rsup.supervisor import postgres_dump, schema, tables
+from rsup.supervisor.database import reader_engine
+from rsup.supervisor.db_cli import main
+from rsup.supervisor.records import DeviceSeen, NodeSeen, SeatSaved
+from rsup.supervisor.sql_store import SqlStore
+from rsup.supervisor.store import StoreError, StoreHeld
+from rsup.supervisor.wire import UsageError
+
+G = "GPU-1"
+
+
+@pytest.fixture
+def state(own_directories: Path) -> Path:
+    (own_directories / "state").mkdir()
+    return own_directories / "state"
+
+
+def fill(target: Path | str) -> None:
+    """A job that has ended, one that lives, what was seen and learned of hardware, and texts of all alphabets."""
+    store = SqlStore.open(target, holder=holder(), alone_may_migrate=False)
+    ended = saved(job_key("old"), "ended", created_us=900, ended_us=5000)
+    store.commit([ended, *story(job_key("old"), 5)[1:]])
+    store.commit([*story(job_key(), 3), event(job_key(), 4, text="Überlauf 漢字 🚀", data={"x": [1.5e-300, None, True]})])
+    store.commit([NodeSeen("n", 5, job_key(), "active"), DeviceSeen(G, 6, "n", job=job_key(), attempt=1, rank=0)])
+    store.commit([SeatSaved(G, 1, "n", "p"), SeatSaved(G, 7, "m", "q")])
+    store.close()
+
+
+def content(target: Path | str) -> dict[str, list[str]]:
+    """Every row of every table, but for who held the store."""
+    engine = reader_engine(target)
+    with engine.connect() as connection:
+        found = {
+            table.name: sorted(repr(sorted(row._mapping.items())) for row in connection.execute(select(table)))
+            for table in tables.metadata.sorted_tables
+            if table is not tables.meta
+        }
+        found["store"] = [connection.execute(select(tables.meta.c.value).where(tables.meta.c.key == "store")).scalar_one()]
+    engine.dispose()
+    return found
+
+
+def test_a_store_moves_to_a_server_and_back_unchanged(postgres: str, state: Path, open_store, capsys) -> None:
+    fill(state / "rsup.db")
+    before = content(state / "rsup.db")
+    assert all(before[name] for name in ("jobs", "events", "attempts", "nodes", "devices", "seats"))
+    assert main(["copy", str(state), postgres]) == 0
+    said = capsys.readouterr().out
+    assert "2 jobs" in said and "9 events" in said and "1 of the jobs have not ended" in said
+    assert content(postgres) == before == content(state / "rsup.db")
+
+    store = open_store(postgres)
+    assert store.live_jobs() == [(job_key(), b"\x00\xffstate")]
+    store.commit([saved(job_key("new")), event(job_key(), 5)])  # numbers of new rows follow those that were brought
+    with pytest.raises(StoreHeld):
+        main(["copy", postgres, str(state / "back.db")])
+    store.close()
+    assert main(["copy", postgres, str(state / "back.db"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["jobs"] == 3
+    assert content(state / "back.db") == content(postgres)
+
+    for source, target, why in (
+        (state / "rsup.db", postgres, "is not empty"),
+        (postgres, postgres, "same store"),
+        (state / "nothing.db", postgres, "there is no store"),
+    ):
+        with pytest.raises((StoreError, UsageError), match=why):
+            main(["copy", str(source), str(target)])
+
+
+def test_dumps_of_a_server_can_be_restored(postgres: str, postgres_server, state: Path, capsys) -> None:
+    if not shutil.which("pg_dump"):
+        pytest.skip("pg_dump is not installed")
+    fill(postgres)
+    assert main(["backup", "--database-url", postgres, "--json"]) == 0
+    dumped = Path(json.loads(capsys.readouterr().out)["backup"])
+    assert dumped.suffix == ".dump" and dumped.parent == state and dumped.stat().st_mode & 0o777 == 0o600
+    restored = postgres_server.new_database()
+    subprocess.run(["pg_restore", "--no-owner", f"--dbname={restored}", str(dumped)], check=True, timeout=60)
+    assert content(restored) == content(postgres)
+    with pytest.raises(StoreError, match=r"pg_dump of .* failed: .*does not exist") as caught:
+        main(
+            [
+                "backup",
+                str(state / "x.dump"),
+                "--database-url",
+                postgres.replace("/t", "/nothing-t", 1).replace("rsup@", "rsup:secret@"),
+            ]
+        )
+    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(path.name for path in state.iterdir()) == [dumped.name], "nothing half written is left"
+
+
+def test_without_pg_dump_rsup_copies_and_upgrade_asks_for_a_word(postgres: str, state: Path, monkeypatch, capsys) -> None:
+    fill(postgres)
+    monkeypatch.setattr(postgres_dump, "program", lambda: "")
+    assert main(["backup", "--database-url", postgres, "--json"]) == 0
+    copy = Path(json.loads(capsys.readouterr().out)["backup"])
+    assert content(copy) == content(postgres)
+    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{tables.REVISIONS[0]}'"))
+    with pytest.raises(UsageError, match="pg_dump is not installed here: back the database up"):
+        main(["upgrade", "--database-url", postgres])
+    with engine.connect() as connection:
+        assert schema.read_revision(connection) == tables.REVISIONS[0], "not touched"
+    engine.dispose()
+
+
+def test_check_of_a_server_says_who_leads_and_what_is_unsafe(postgres: str, open_store, capsys) -> None:
+    store = open_store(postgres)
+    assert main(["check", "--database-url", postgres, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["holder"]["lives"] is True and found["size_bytes"] > 0
+    assert any("fsync is off" in note for note in found["notes"])
+    store.close()
+    assert main(["check", "--database-url", postgres]) == 0
+    assert "which is gone" in capsys.readouterr().out
