@@ -19,7 +19,7 @@ import msgspec
 
 from rsup.launcher import process_events as ev
 from rsup.launcher.agent_keeper import AgentKeeper
-from rsup.launcher.agent_parts import open_parts, where_to_look
+from rsup.launcher.agent_parts import open_parts, speaks_for_all, where_to_look
 from rsup.launcher.case_relay import CaseRelay
 from rsup.launcher.error_file import write_error_file
 from rsup.launcher.event_log import JobReporter
@@ -276,7 +276,10 @@ class Agent:
         self._has_new_facts = False
         state = self._state
         attempt = state.attempt if state.phase in HAS_PROCESSES else 0
-        self._client.send_report(state.epoch, state.last_command, beats, attempt)
+        start, running = state.start, None
+        if attempt and start is not None:
+            running = wire.RunningAttempt(start.first_rank, start.group_rank, start.world_size, start.group_world_size)
+        self._client.send_report(state.epoch, state.last_command, beats, attempt, running)
 
     # ------------------------------------------------------------------------------------------------- what is heard
 
@@ -557,7 +560,8 @@ class Agent:
     def _say_where(self, welcome: wire.Welcome) -> None:
         if not self._said_where:
             self._said_where = True
-            self._say(where_to_look(self._options, welcome, is_embedded=self._decider.route.is_embedded))
+            if speaks_for_all(self._options):
+                self._say(where_to_look(self._options, welcome, is_embedded=self._decider.route.is_embedded))
         if welcome.supervisor.notice not in ("", self._said_notice):
             self._said_notice = welcome.supervisor.notice
             self._say(f"rsup: {self._said_notice}")

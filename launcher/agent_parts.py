@@ -26,7 +26,7 @@ from rsup.launcher.spool import Spool
 from rsup.launcher.stop_signals import SignalInbox
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places, wire
-from rsup.supervisor.heartbeat_board import process_start_ticks
+from rsup.supervisor.heartbeat_board import pid_namespace, process_start_ticks
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -130,6 +130,7 @@ def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider, invento
         role=storable(options.role),
         start_ticks=process_start_ticks(os.getpid()),
         versions=_versions(options),
+        pid_namespace=pid_namespace(),
     )
 
 
@@ -159,8 +160,16 @@ def _settings(options: LaunchOptions) -> Settings:
         max_nodes=options.max_nodes,
         meeting=options.supervisor or options.rdzv_endpoint,
         node=places.this_node(),
+        speaks_for_all=speaks_for_all(options),
         gate_refusal=options.gate_refusal,
     )
+
+
+def speaks_for_all(options: LaunchOptions) -> bool:
+    """Whether this agent says what all of its job would say. The output of a SLURM step's tasks comes to one place: there the
+    first node's does."""
+    place = options.slurm
+    return place is None or not place.in_step or options.max_nodes == 1 or place.node_index == 0
 
 
 def _log_options(options: LaunchOptions) -> LogOptions:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rsup.supervisor import places
-from rsup.supervisor.heartbeat_board import remove_leftovers
+from rsup.supervisor.heartbeat_board import pid_namespace, remove_leftovers
 
 _PREFIX = "a-"
 _SPOOL_KEPT_S = 24 * 3600.0
@@ -17,7 +17,8 @@ _SPOOL_KEPT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class AgentPlaces:
-    """Paths are named `a-PID-ID.*`, so that anybody can see whose they are."""
+    """Paths are named `a-PID.NAMESPACE-ID.*`, so that anybody can see whose they are: containers may have this directory in
+    common, and have other pids."""
 
     runtime_dir: Path
     spool: Path
@@ -45,18 +46,23 @@ def make_places(agent_id: str) -> AgentPlaces:
     """Paths of a new agent. Raise `PlaceError` if the runtime directory cannot be used."""
     runtime_dir = places.runtime_dir()
     _remove_dead(runtime_dir)
-    stem = f"{_PREFIX}{os.getpid()}-{agent_id[:8]}"
+    stem = f"{_PREFIX}{os.getpid()}.{_namespace_mark()}-{agent_id[:8]}"
     stacks_dir = runtime_dir / f"{stem}.stacks"
     stacks_dir.mkdir(mode=0o700, exist_ok=True)
     spool, rank_socket, logs = (runtime_dir / f"{stem}.{suffix}" for suffix in ("spool", "ranks", "logs"))
     return AgentPlaces(runtime_dir, spool, rank_socket, stacks_dir, runtime_dir / f"{stem}.ft", logs)
 
 
+def _namespace_mark() -> str:
+    """Of our pid namespace; short, since paths of sockets are."""
+    return f"{pid_namespace() & 0xFFFFFF:x}"
+
+
 def _remove_dead(runtime_dir: Path) -> None:
     remove_leftovers([Path("/dev/shm"), runtime_dir])
     for path in runtime_dir.glob(f"{_PREFIX}*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if not pid.isdigit() or Path(f"/proc/{pid}").exists():
+        pid, _, mark = path.name.removeprefix(_PREFIX).partition("-")[0].partition(".")
+        if not pid.isdigit() or mark not in ("", _namespace_mark()) or Path(f"/proc/{pid}").exists():
             continue
         with contextlib.suppress(OSError):
             if path.suffix in (".stacks", ".ft"):

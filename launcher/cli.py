@@ -101,6 +101,8 @@ def _run(name: str, words: list[str]) -> int:
 def _fault_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in _SCARCE:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}; {_SCARCE[error.errno]}"
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename}: {error.strerror}; whose is it?"
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"internal error, please report it with the traceback that RSUP_DEBUG=1 shows: {what}"
 

@@ -109,7 +109,7 @@ class Decider:
         if self._embedded:
             return f"rsup: the supervisor of this launch does not answer yet; see {self._options.state_dir / 'supervisor.log'}"
         endpoint = self.client.address.removeprefix("tcp://")
-        why = why_silent(*places.split_endpoint(endpoint))
+        why = why_silent(*places.split_endpoint(endpoint), in_step=bool(self._options.meeting_ports))
         return f"rsup: no answer from {endpoint} yet: {why}" if why not in self.route.note else ""
 
     def _fall_back(self) -> str:

@@ -35,7 +35,7 @@ _ENDING = """\
 | `TORCHELASTIC_HEALTH_CHECK_PORT` | Without effect: the supervisor answers over REST. |
 | `LOGLEVEL` | Goes to the ranks; what the launcher says does not depend on it. |
 | `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` | Default of `--shutdown-timeout`. |
-| `XDG_RUNTIME_DIR` | Sockets, spools and heartbeat boards live in `rsup` below it; else in `/tmp/rsup-UID`. |
+| `XDG_RUNTIME_DIR` | Sockets, spools, heartbeat boards: in `rsup` below it; else in `/tmp/rsup-UID`, or one beside it. |
 | `CUDA_VISIBLE_DEVICES` | GPUs that `--nproc-per-node gpu` counts, and that the ranks see. |
 | `SLURM_JOB_ID` | Default of `--job-id`; a second launch beside the first gets a generated one. |
 | `SLURM_STEP_*` | In a step (`srun rsup launch`, one task a node) they tell nodes, place and meeting point. |

@@ -23,7 +23,9 @@ from rsup.supervisor import wire
 
 
 def spawn(turn: Turn, command: wire.StartAttempt) -> None:
-    if command.attempt > 1 or turn.state.settings.max_nodes > 1:
+    settings = turn.state.settings
+    speaks = settings.speaks_for_all or command.group_rank == 0
+    if speaks and (command.attempt > 1 or settings.max_nodes > 1):
         turn.do(PrintReport(_start_line(turn.state, command)))
     turn.set(
         phase=Phase.RUNNING,

@@ -55,6 +55,9 @@ class Settings(Struct, frozen=True):
     meeting: str = ""
     """Where the supervisor is, as the user wrote it; empty: embedded."""
 
+    speaks_for_all: bool = True
+    """This agent says what the job's other agents, whose output comes to the same terminal, would say as well."""
+
     gate_refusal: str = ""
     """Why no rank may be started here; empty: nothing is against it."""
 

@@ -81,7 +81,10 @@ def _route_of_step(options: LaunchOptions, host: str) -> Route:
         if _is_free(*places.split_endpoint(listen)) and (claim := _claim(listen)):
             return Route(listen=listen, claim=claim)
     ports = " and ".join(map(str, options.meeting_ports))
-    raise UsageError(f"ports {ports} of this node are in use; give --rdzv-endpoint HOST:PORT, or RSUP_PORT_RANGE=LOW-HIGH")
+    raise UsageError(
+        f"ports {ports} of this node are in use; give --rdzv-endpoint HOST:PORT, or RSUP_PORT_RANGE=LOW-HIGH "
+        "(the other nodes wait for this one, unless srun has --kill-on-bad-exit)"
+    )
 
 
 def find_host(host: str, port: int) -> Whereabouts:
@@ -168,9 +171,9 @@ def _source_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def why_silent(host: str, port: int) -> str:
+def why_silent(host: str, port: int, *, in_step: bool = False) -> str:
     """Why no supervisor answers there, as far as one try to connect tells: a clause with what to do. Takes a second at
-    most where the resolver is quick."""
+    most where the resolver is quick. `in_step`: the place is not the user's, but that of a SLURM step."""
     found = find_host(host, port)
     if found.problem:
         return _no_address(host, found)
@@ -178,6 +181,8 @@ def why_silent(host: str, port: int) -> str:
         with socket.create_connection((host, port), timeout=_CONNECT_WITHIN_S) as connection:
             greeting = _greeting(connection)
     except ConnectionRefusedError:
+        if in_step:
+            return "nothing listens there yet: the first node of this step has not come so far, or has ended (see its lines)"
         if found.is_here:
             return "it is an address of this host, where nothing listens; the first node is the one with --node-rank 0"
         return "nothing listens there yet; is the first node up, and this --rdzv-endpoint its address?"

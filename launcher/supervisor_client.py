@@ -86,6 +86,7 @@ class SupervisorClient:
         self._clock = clock
         self._epoch = 0
         self._attempt = 0
+        self._running: wire.RunningAttempt | None = None
         self._acked_command = 0
         self._welcomed = False
         self._context = zmq.Context(io_threads=1)
@@ -148,12 +149,20 @@ class SupervisorClient:
         self._wake_if_readable()
         return messages
 
-    def send_report(self, epoch: int, acked_command: int, beats: Sequence[RankBeat] = (), attempt: int | None = None) -> None:
-        """Send the sign of life with `beats`, and the facts that are due. `attempt`: whose ranks run here, 0 for none."""
+    def send_report(
+        self,
+        epoch: int,
+        acked_command: int,
+        beats: Sequence[RankBeat] = (),
+        attempt: int | None = None,
+        running: wire.RunningAttempt | None = None,
+    ) -> None:
+        """Send the sign of life with `beats`, and the facts that are due. `attempt`: whose ranks run here, 0 for none;
+        `running`: more about it."""
         self._epoch = epoch
         self._acked_command = acked_command
         if attempt is not None:
-            self._attempt = attempt
+            self._attempt, self._running = attempt, running
         now_s = self._clock()
         if not self._welcomed:
             self._say_hello_if_due(now_s)
@@ -343,7 +352,8 @@ class SupervisorClient:
         if self.supervisor is None:
             problem = "refuses our key" if self._key is not None else "asks for a key and we have none"
             raise LinkRefused(
-                f"the supervisor at {self.address} {problem}; give both ends the same file with --key-file or RSUP_KEY_FILE"
+                f"the supervisor at {self.address} {problem}; give both ends the same file with --key-file or RSUP_KEY_FILE, "
+                "or name in RSUP_KEY_FILE a copy of a shared supervisor's key.pub"
             )
         if self._failed_handshakes <= _FAILED_HANDSHAKES_OF_A_WRONG_KEY:
             _log.warning("the supervisor at %s does not take our key any more", self.address)
@@ -423,7 +433,7 @@ class SupervisorClient:
         if credential is None:
             return
         speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
-        told = (self.agent, self.spec, self._epoch, self._attempt, self.job_id, self.run, credential)
+        told = (self.agent, self.spec, self._epoch, self._attempt, self.job_id, self.run, credential, self._running)
         if self._send(wire.Hello(speaks, wire.RELEASE, *told)):
             self._num_hellos += 1
             self._hello_at_s = now_s

@@ -15,7 +15,7 @@ RETRY_S = 1.0
 
 @dataclass
 class AgentLink:
-    """One agent, as this process sees it. Times are monotonic seconds."""
+    """One agent, as this process sees it. Times are seconds of `listening`, but `beats_s`: the machine's."""
 
     heard_s: float
     sent: int = 0

@@ -25,6 +25,7 @@ from rsup.supervisor.wire import (
     EXIT_NO_REQUEUE,
     EXIT_REQUEUE,
     EXIT_USAGE,
+    SLURM_GROUP,
     EndJob,
     JobResult,
     JobSpec,
@@ -391,10 +392,11 @@ def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, no
     state = turn.state
     result = JobResult(exit_code, reason, rank, max(1, state.attempt), node)
     report = report_text(state, result)
+    speaks = turn.first_answering() if state.spec.rdzv_id.startswith(SLURM_GROUP) else ""  # a step's agents have one terminal
     turn.enter(Phase.ENDED)
     turn.change(result=result, ended_us=turn.now.us, reason=reason)
     for agent_id, agent in list(turn.state.agents.items()):
         if not agent.dead and not any(isinstance(c, EndJob) for c in agent.outbox):
-            turn.command(agent_id, EndJob(0, reason, result, report))
+            turn.command(agent_id, EndJob(0, reason, result, report if speaks in ("", agent_id) else ""))
     text = f"job {state.key.job_id} ended with exit code {exit_code}: {reason}"
     turn.log("JobEnded", text, "info" if exit_code == 0 else "error", rank=rank, node=node, data={"exit_code": exit_code})

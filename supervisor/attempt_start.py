@@ -1,8 +1,7 @@
 """From "these agents" to "every rank runs": the attempt's store first, then one `StartAttempt` to all.
 
 Each start has a new attempt number, a new epoch and a new store. The store is bound on the first node before any rank is
-started anywhere (a probed port can be lost between probe and bind). An attempt that a forgetful supervisor finds running is
-adopted as it is: when in doubt, training goes on.
+started anywhere (a probed port can be lost between probe and bind).
 """
 
 from msgspec.structs import replace
@@ -17,7 +16,7 @@ from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import AgentState, InProcess, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
-from rsup.supervisor.wire import AttemptStarted, DeviceUsed, Hello, HostStore, Park, StartAttempt, StartFailed, StoreBound
+from rsup.supervisor.wire import AttemptStarted, DeviceUsed, HostStore, Park, StartAttempt, StartFailed, StoreBound
 
 
 def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
@@ -89,11 +88,12 @@ def _number(turn: Turn, world_size: int, nodes: list[str]) -> None:
         start_iteration=max(0, state.checkpoint),
     )
     turn.enter(Phase.STARTING)
-    _reset(turn, current)
+    reset(turn, current)
     turn.record(current)
 
 
-def _reset(turn: Turn, current: AttemptSaved) -> None:
+def reset(turn: Turn, current: AttemptSaved) -> None:
+    """Begin that attempt: what was so of the one before is over."""
     turn.change(
         attempt=current.attempt,
         epoch=current.epoch,
@@ -213,39 +213,3 @@ def device_used(turn: Turn, agent_id: str, fact: DeviceUsed) -> None:
             fact.uuid, fact.at_us, agent.info.node, job=turn.state.key, attempt=turn.state.attempt, rank=fact.rank
         )
     )
-
-
-def adopt(turn: Turn, hello: Hello) -> None:
-    """Take an attempt over that is running although this store knows nothing of it (or only of older ones)."""
-    info = hello.agent
-    if not (turn.state.adopted and turn.state.attempt == hello.attempt and turn.state.epoch == hello.epoch):
-        current = AttemptSaved(turn.state.key, hello.attempt, hello.epoch, turn.now.us, reason="adopted", world_size=0)
-        turn.enter(Phase.RUNNING)
-        _reset(turn, current)
-        turn.change(adopted=True, store_bound=True)
-    before = turn.state.agents.get(info.agent_id)
-    known = before is not None and before.group_rank >= 0
-    joined = before.joined if before is not None else turn.state.num_joined + 1
-    group_rank = info.node_rank if info.node_rank >= 0 else joined - 1
-    agent = AgentState(
-        info=replace(info, devices=[]),
-        role=Role.ACTIVE,
-        joined=joined,
-        acked_fact=before.acked_fact if before is not None else 0,
-        devices=[device.uuid for device in info.devices],
-        number_commands=True,
-        live_attempt=hello.attempt,
-        group_rank=group_rank,
-        started=True,
-    )
-    turn.put_agent(info.agent_id, agent)
-    state = turn.state
-    assert state.current is not None
-    nodes = [*state.current.nodes, info.node] if info.node not in state.current.nodes or not known else state.current.nodes
-    world_size = sum(a.info.num_ranks for a in state.agents.values() if a.live_attempt == hello.attempt)
-    current = replace(state.current, nodes=nodes, world_size=world_size)
-    turn.change(current=current, world_size=world_size, num_joined=max(state.num_joined, joined))
-    turn.record(current)
-    turn.see_node(info.agent_id)
-    text = f"attempt {hello.attempt} was found running on {info.node}, unknown to this store: it goes on under this supervisor"
-    turn.log("AttemptAdopted", text, "warning", node=info.node)

@@ -52,8 +52,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(arguments: argparse.Namespace) -> list[Json]:
-    job = JobName("", "", arguments.job) if arguments.job else None
-    return sources_of(arguments).read(lambda source: source.cases(job, arguments.limit, arguments.verdict))
+    sources = sources_of(arguments)
+    if not arguments.job:
+        return sources.cases(arguments.limit, arguments.verdict)
+    job = JobName("", "", arguments.job)
+    return sources.read(lambda source: source.cases(job, arguments.limit, arguments.verdict))
 
 
 def _show(arguments: argparse.Namespace) -> list[Json]:

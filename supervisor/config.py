@@ -23,7 +23,7 @@ EMBEDDED_IDLE_EXIT_S = 60.0
 
 @dataclass(frozen=True)
 class Option:
-    """How a setting is spelled. `kind`: `text`, `switch`, `seconds` or `list` (repeat the flag; commas in the environment)."""
+    """How a setting is spelled. `kind`: `text`, `switch`, `seconds` or `list` (commas, or repeat the flag)."""
 
     flag: str
     env: str
@@ -43,6 +43,8 @@ CHOICES = {
     "bad_gpu": ("drain", "refuse"),
 }
 """Settings with few possible words."""
+LEAST_S = {"drain_interval": 0.1}
+"""Settings in seconds that would ask too much of others (of slurmctld) below that."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ def load(arguments: Sequence[str], environment: Mapping[str, str] | None = None,
     return Settings(**values)
 
 
+def from_file(path: Path) -> dict[str, Any]:
+    """The settings that stand in a TOML file, by name. Raise `UsageError`."""
+    return _from_file(path, required=True)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
@@ -215,8 +222,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         option = option_of(setting.name)
         text = environment.get(option.env, "")
         if text:
-            value: object = [part.strip() for part in text.split(",")] if option.kind == "list" else text
-            values[setting.name] = _checked(setting.name, value, option.env)
+            values[setting.name] = _checked(setting.name, text, option.env)
     return values
 
 
@@ -254,10 +260,12 @@ def _checked(name: str, value: object, where: str) -> object:
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
             raise UsageError(f"{where}: {value!r} is no number of seconds")
+        if seconds < LEAST_S.get(name, 0.0):
+            raise UsageError(f"{where}: {value!r} is too short; use {LEAST_S[name]:g} seconds or more")
         return seconds
     if kind == "list":
         parts = value if isinstance(value, list) else [value]
-        endpoints = [str(part) for part in parts]
+        endpoints = [word.strip() for part in parts for word in str(part).split(",")]
         for endpoint in endpoints:
             _check_endpoint(name, endpoint, where)
         return tuple(endpoints)

@@ -1,6 +1,7 @@
 """One supervisor process: what it owns, in which order it starts, what it does each turn, and how it ends."""
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.identities import Identities
 from rsup.supervisor.peer_identity import Peers, check_operators
 from rsup.supervisor.rpc_server import RpcServer
-from rsup.supervisor.wire import Hello, RsupError
+from rsup.supervisor.wire import Hello, RsupError, UsageError
 
 if TYPE_CHECKING:
     from rsup.supervisor.daemon_turns import Turns
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 LOCK_WITHIN_S = 2.0
 REFUSE_FOR_S = 5.0
 FOUND_WITHIN_S = 2.0
+GARBAGE_AFTER = (50_000, 20, 20)
+"""A batch of messages lives until its commit. With Python's threshold of 700 objects each batch was taken for objects that
+stay, and with thousands of agents half of the loop's time went into looking through all of them again and again."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class Daemon:
         if daemon_files.lock_alone(own_dir / "lock", within_s=LOCK_WITHIN_S) is None:
             return self._not_the_first()
         self._start_logging(own_dir)
+        self._settle_place()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop_on_signal)
         for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR):
@@ -71,6 +76,26 @@ class Daemon:
         found = places.read_supervisor_file(self._state)
         who = f" with pid {found.pid}" if found else ""
         raise AlreadyRuns(f"a supervisor{who} serves {self._state} already; stop it or choose another --state-dir")
+
+    def _settle_place(self) -> None:
+        """Leave a note in the state directory where its store is, if elsewhere: commands are often told the directory only.
+        Raise `UsageError` where a note says that the store here is an abandoned one."""
+        from rsup.supervisor.database import describe, note_elsewhere, noted_elsewhere, split_target
+
+        if self._settings.embedded:
+            return
+        url, usual = self._settings.database_url, self._state / "rsup.db"
+        if not url and (elsewhere := noted_elsewhere(self._state)):
+            raise UsageError(
+                f"the store of {self._state} is at {describe(elsewhere)}: start this supervisor with that database_url too, "
+                f"copy it back (`rsup db copy`), or remove {self._state / 'database-url'} to go on with what is here"
+            )
+        place = split_target(url or usual)
+        where = "" if place == usual else str(place) if isinstance(place, Path) else url
+        try:
+            note_elsewhere(self._state, where)
+        except OSError as error:
+            _log.warning("cannot note in %s where its store is: %s", self._state, error.strerror)
 
     def _start_logging(self, own_dir: Path) -> None:
         if self._settings.embedded:
@@ -100,7 +125,8 @@ class Daemon:
         settings = self._settings
         tokens = principals.TokenBook(())
         if not settings.embedded:
-            check_operators(settings.operators)
+            for note in check_operators(settings.operators):
+                _log.warning(note)
             principals.make_token(self._state)
             node_tokens.make_secret(self._state)
             tokens = principals.read_tokens(self._state)
@@ -120,7 +146,7 @@ class Daemon:
         for address in bound:
             local_sockets.open_to_everybody(self._settings, address)
         for endpoint in self._settings.rpc_listen:
-            server.listen(endpoint)
+            server.listen(endpoint, "--rpc-listen")
         if self._settings.embedded and self._serves_other_hosts():
             try:
                 server.bind("tcp://*:0")
@@ -156,6 +182,8 @@ class Daemon:
     def _lead(self, server: RpcServer, rpc: str, opened: "OpenedStore", turns: "Turns") -> bool:
         """Decide for the jobs of this store; True where another has taken it over and this one can stand by."""
         lost = False
+        gc.freeze()  # modules, settings, the store's states: what is there now is no garbage
+        gc.set_threshold(*GARBAGE_AFTER)
         try:
             self._announce(turns, opened, rpc)
             while not self._told_to_stop and not turns.is_over():
@@ -210,7 +238,7 @@ class Daemon:
                 raise
         except StoreHeld:
             raise
-        except StoreError as error:
+        except (StoreError, UsageError) as error:
             if not self._settings.embedded:
                 raise
             _log.error("%s", error)
@@ -280,12 +308,13 @@ class Daemon:
         except OSError as error:
             _log.warning("cannot write %s: %s", self._state / "supervisor.json", error.strerror)
         try:
-            opened.announce(tcp, rest)
+            opened.announce(tcp, turns.rest.public_address if turns.rest else "")
         except (RsupError, OSError) as error:
             _log.warning("cannot tell in the lease where this supervisor answers: %s", error)
         if self._can_stand_by:
             opened.tell_secrets(self._secrets())
-        _log.info("rsup %s serves agents at %s, REST at %s, store %s", wire.RELEASE, rpc, rest or "-", opened.text)
+        others = f", agents of other hosts at {tcp}" if tcp != rpc else ""
+        _log.info("rsup %s serves agents at %s, REST at %s, store %s%s", wire.RELEASE, rpc, rest or "-", opened.text, others)
         daemon_files.tell_systemd("READY=1")
 
     def _withdraw(self) -> None:

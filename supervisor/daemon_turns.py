@@ -88,9 +88,9 @@ class WatchedStore:
         """See `store.Store`."""
         return self._store.last_transition(kind, subject)
 
-    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+    def open_seats(self) -> list[SeatSaved]:
         """See `store.Store`."""
-        return self._store.open_seats(uuids, serials, node)
+        return self._store.open_seats()
 
     def last_node(self, uuid: str) -> str:
         """See `store.Store`."""
@@ -145,7 +145,7 @@ class Turns:
             pid=os.getpid(),
             host=places.this_host(),
             embedded=settings.embedded,
-            rest=self.rest.address if self.rest else "",
+            rest=self.rest.public_address if self.rest else "",
             store=opened.text,
             store_id=opened.store_id,
             notice=opened.notice,
@@ -191,6 +191,7 @@ class Turns:
         """Wait for something to do, and do it."""
         received = self._server.receive(self.loop.next_wakeup_s())
         self.turned_s = now_s = time.monotonic()
+        self.loop.listened(has_read_all=self._server.has_read_all)
         inputs: list[Input] = [*received, *self._requests()]
         known = self.loop.hardware_changes
         if received:
@@ -319,8 +320,9 @@ class Turns:
             self.loop.tick()  # it has nothing else to do where there are no jobs
         jobs = self.loop.jobs()
         self._tell_links()
-        for state in jobs:
-            self._end_abandoned(state)
+        if not self.loop.store_error:
+            for state in jobs:
+                self._end_abandoned(state)
         num_agents = int(now_s - self._heard_s < _AGENT_THERE_S)
         self._over = self._lifetime.is_over(now_s, len(jobs), num_agents)
         if now_s - self._pruned_s >= PRUNE_EVERY_S and isinstance(self._opened.store, SqlStore):
@@ -352,7 +354,7 @@ class Turns:
         agents = [agent.info for agent in state.agents.values() if agent.role is not Role.GONE]
         if any(agent.node != self._here.name for agent in agents):
             return
-        seen = [self._here.look(agent, self.loop.silent_s(agent.agent_id)) for agent in agents]
+        seen = [self._here.look(agent, self.loop.silent_s(agent.agent_id), state.spec.owner) for agent in agents]
         reasons = {one.agent_id: agents_here.REBOOTED if one.rebooted else agents_here.ALL_GONE for one in seen}
         dead: list[Input] = [AgentKnownDead(agent_id, reasons[agent_id]) for agent_id in lifetime.abandoned(seen)]
         if dead:

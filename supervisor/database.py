@@ -1,6 +1,7 @@
 """Opens databases: the writer's connection, engines that only read, and where the store of a state directory is.
 
-A *target* is a path of a SQLite file or a SQLAlchemy URL (`sqlite:///...`, `postgresql://...`).
+A *target* is a path of a SQLite file or a SQLAlchemy URL (`sqlite:///...`, `postgresql://...`). Texts that name one may hold a
+password: what is wrong with them is said without repeating them.
 """
 
 import os
@@ -26,17 +27,26 @@ from rsup.supervisor.wire import UsageError
 Target = str | Path | URL
 
 DATABASE_NAME = "rsup.db"
+FILE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+"""How a text must end that names a SQLite file which is not there yet."""
+ELSEWHERE_NAME = "database-url"
+"""In a state directory: where its store is, if not there."""
 BUSY_TIMEOUT_S = 5.0
+RECONNECT_S = 3
+
+_WRITE = "write postgresql://user@host/database, sqlite:////path, or a path that ends in .db"
 
 
 def split_target(target: Target) -> Path | URL:
-    """A path for SQLite, a URL (with the psycopg driver unless it names one) for a server. Raise `UsageError` for others."""
-    if not isinstance(target, URL) and "://" not in os.fspath(target):
+    """A path for SQLite, a URL (with the psycopg driver) for a server. Raise `UsageError` for others, and for a text that is
+    neither a URL nor names a file."""
+    if isinstance(target, Path):
         return Path(os.path.abspath(target))
-    try:
-        url = target if isinstance(target, URL) else make_url(os.fspath(target))
-    except ArgumentError:
-        raise UsageError("--database-url is no URL; write postgresql://user@host/database or sqlite:////path") from None
+    if not isinstance(target, URL) and "://" not in target:
+        if "=" in target or not (target.endswith(FILE_SUFFIXES) or os.path.isfile(target)):
+            raise UsageError(f"--database-url is neither a URL nor the path of a file: {_WRITE}")
+        return Path(os.path.abspath(target))
+    url = target if isinstance(target, URL) else _url_of(target)
     backend = url.get_backend_name()
     if backend == "sqlite":
         if not url.database or url.database == ":memory:":
@@ -44,18 +54,87 @@ def split_target(target: Target) -> Path | URL:
         return Path(os.path.abspath(url.database))
     if backend not in ("postgresql", "postgres"):
         raise UsageError(f"--database-url: {backend} is no database of ours; use postgresql:// or a SQLite path")
-    return url.set(drivername="postgresql+psycopg") if url.drivername in ("postgresql", "postgres") else url
+    if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg"):
+        raise UsageError(
+            f"--database-url: rsup uses the driver psycopg and no other; write postgresql://, not {url.drivername}://"
+        )
+    return url.set(drivername="postgresql+psycopg")
+
+
+def _url_of(text: str) -> URL:
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        raise UsageError(f"--database-url is no URL: {_WRITE}") from None
+    except ValueError:
+        raise UsageError(f"--database-url: its port is no number: {_WRITE}") from None
+    if "@" in (url.host or "") or (url.host is not None and "@" in (url.database or "")):
+        raise UsageError("--database-url has more than one @: write those of a password as %40 (: as %3A, / as %2F)")
+    return url
 
 
 def describe(target: Target) -> str:
-    """What a person calls that database: the path, or the URL without its password."""
+    """What a person calls that database: the path, or the URL without passwords, which may stand among its options too."""
     place = split_target(target)
-    return str(place) if isinstance(place, Path) else place.render_as_string(hide_password=True)
+    if isinstance(place, Path):
+        return str(place)
+    shown = {name: value for name, value in place.query.items() if not is_secret(name)}
+    return place.set(query=shown).render_as_string(hide_password=True)
+
+
+def is_secret(option: str) -> bool:
+    """Whether an option of a URL, as `password` or `sslpassword`, is nobody's to see."""
+    return "password" in option.lower() or "secret" in option.lower()
 
 
 def find_database(state: Path, database_url: str | None = None) -> Target:
-    """The database a command reads: `database_url`, else `RSUP_DATABASE_URL`, else the store of the state directory."""
-    return database_url or os.environ.get("RSUP_DATABASE_URL") or newest_file(state / DATABASE_NAME)
+    """The database a command reads: `database_url`, else `RSUP_DATABASE_URL`, else the store of that directory."""
+    return database_url or os.environ.get("RSUP_DATABASE_URL") or store_of(state)
+
+
+def store_of(state: Path) -> Target:
+    """The store of a state directory: where a note in it says, else the file in it."""
+    return noted_elsewhere(state) or newest_file(state / DATABASE_NAME)
+
+
+def noted_elsewhere(state: Path) -> str:
+    """Where the store of that state directory is (`note_elsewhere`), empty: in it, as far as anybody knows. Raise `UsageError`
+    where it is kept from us."""
+    path = state / ELSEWHERE_NAME
+    try:
+        return path.read_text().strip()
+    except PermissionError:
+        if not _can_look_into(state):
+            return ""
+        raise UsageError(f"cannot read {path}, which says where the store is: permission denied; ask as its owner") from None
+    except (OSError, ValueError):
+        return ""
+
+
+def _can_look_into(folder: Path) -> bool:
+    try:
+        (folder / ELSEWHERE_NAME).stat()
+    except PermissionError:
+        return False
+    return True
+
+
+def note_elsewhere(state: Path, url: str) -> None:
+    """Keep that the store of that state directory is at `url`, for commands that are told the directory only; mode 0600, since
+    a password may be in it. Empty: it is in the directory again. Raise `OSError`."""
+    path = state / ELSEWHERE_NAME
+    if not url:
+        path.unlink(missing_ok=True)
+        return
+    if noted_elsewhere(state) == url:
+        return
+    arriving = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(arriving, "w", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
+        file.write(url + "\n")
+    if os.geteuid() == 0:  # root copies for the user whose directory it is
+        owner = state.stat()
+        os.chown(arriving, owner.st_uid, owner.st_gid)
+    os.replace(arriving, path)
 
 
 def newest_file(path: Path) -> Path:
@@ -155,6 +234,12 @@ def _postgres_engine(url: URL, **pool: Any) -> Engine:
         return create_engine(url, connect_args=given, json_serializer=to_json, **pool)
     except (ImportError, NoSuchModuleError):
         raise StoreError("PostgreSQL needs psycopg: `pip install 'rsup[postgres]'`") from None
+
+
+def reconnect_quickly(engine: Engine) -> None:
+    """From now on give up connecting sooner: whoever waits for it can answer nobody, and will try again."""
+    if "connect_timeout" not in engine.url.query:
+        event.listen(engine, "do_connect", lambda *given: given[3].update(connect_timeout=RECONNECT_S))
 
 
 # ------------------------------------------------------------------------------------------------------------- readers

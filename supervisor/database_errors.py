@@ -15,8 +15,10 @@ from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull
 
 _FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC", "SQLITE_IOERR_TRUNCATE"}
 _FULL_CODES |= {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_DELETE"}
-_FULL_STATES = ("53100", "53000", "53400", "25006")
-"""PostgreSQL: disk_full, insufficient_resources, configuration_limit_exceeded, read_only_sql_transaction."""
+_FULL_STATES = ("53100", "53000", "53400")
+"""PostgreSQL: disk_full, insufficient_resources, configuration_limit_exceeded."""
+READ_ONLY_STATE = "25006"
+"""PostgreSQL: read_only_sql_transaction, of a session that began so, or on a server that is a replica."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -42,6 +44,11 @@ def store_error(database: str, error: BaseException) -> StoreError:
     text = " ".join(str(error).split())
     if state in _FULL_STATES:
         return StoreFull(f"the database {database} takes no more data: {text}; free some space there")
+    if state == READ_ONLY_STATE:
+        return StoreFull(
+            f"the database {database} may only be read now: {text}; is it a replica, or default_transaction_read_only on? "
+            "(several hosts: target_session_attrs=read-write in the URL)"
+        )
     if state in ("XX001", "XX002"):
         return StoreDamaged(f"the database {database} is damaged: {text}; restore a backup")
     if not state:
@@ -60,7 +67,7 @@ def _sqlite_error(database: str, error: sqlite3.Error) -> StoreError:
     name: str = getattr(error, "sqlite_errorname", "") or ""
     if name in _FULL_CODES:
         why = "disk full" if name == "SQLITE_FULL" else "disk full, quota or file size limit reached"
-        return StoreFull(f"cannot write the store {database}: {why} ({error}); free some space, writing is tried again")
+        return StoreFull(f"cannot write the store {database}: {why} ({error}); free some space there")
     if name.startswith("SQLITE_READONLY"):
         return StoreFull(f"cannot write the store {database}: read-only; make it writable or choose another --state-dir")
     if name.startswith("SQLITE_CORRUPT"):

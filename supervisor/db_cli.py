@@ -7,6 +7,7 @@ refuse to while one runs.
 import argparse
 import json
 import os
+import sqlite3
 import sys
 import time
 import uuid
@@ -15,10 +16,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sqlalchemy import URL, Connection, Engine, func, select
+from sqlalchemy import URL, Connection, Engine, func, inspect, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from rsup.supervisor import postgres_dump, schema, tables
-from rsup.supervisor.database import DATABASE_NAME, Target, describe, find_database, reader_engine, split_target, sqlite_writer
+from rsup.supervisor.config import from_file
+from rsup.supervisor.database import (
+    DATABASE_NAME,
+    Target,
+    describe,
+    find_database,
+    noted_elsewhere,
+    reader_engine,
+    split_target,
+    sqlite_writer,
+    store_of,
+)
 from rsup.supervisor.database_errors import translated
 from rsup.supervisor.history_check import history_problems
 from rsup.supervisor.lease import LeaseHolder, LeaseRecord, read_record
@@ -28,9 +41,10 @@ from rsup.supervisor.postgres_lease import is_held, read_holder
 from rsup.supervisor.render import pieces, plural
 from rsup.supervisor.sql_store import SqlStore, upgrade_store
 from rsup.supervisor.sqlite_file import make_fresh_file
-from rsup.supervisor.store import StoreError
+from rsup.supervisor.store import StoreDamaged, StoreError, StoreTooNew, StoreTooOld
 from rsup.supervisor.store_copy import copy_store
 from rsup.supervisor.store_merge import merge
+from rsup.supervisor.store_move import move_store
 from rsup.supervisor.wire import UsageError
 
 Answer = dict[str, Any]
@@ -38,24 +52,34 @@ Answer = dict[str, Any]
 MERGING = (
     "Take over the jobs of another store that have ended, as when a launch went on with an embedded supervisor because the "
     "shared one did not answer, or when a supervisor had to use a store of its own. Run it where the store that is to have "
-    "them is written, while no supervisor holds that (stop `rsup serve`; running jobs wait for its return). OTHER must be "
-    "seen from there: a state directory, or a copy made with `rsup db backup FILE`. It may be repeated."
+    "them is written, while no supervisor holds that: stop `rsup serve`, both where two share a database; running jobs wait "
+    "for its return. OTHER must be seen from there: a state directory, or a copy made with `rsup db backup FILE`. It may be "
+    "repeated."
 )
 
 COPYING = (
     "Copy a whole store into an empty one, as when a SQLite store moves to PostgreSQL, or back: all jobs, running ones too, "
     "all history and evidence. Stop `rsup serve` before, and start it on the copy: agents of running jobs wait for it and go "
-    "on. FROM is left as it was; do not use it any more."
+    "on. FROM is left as it was; do not use it any more. A state directory keeps a note (`database-url`) of where its store "
+    "went, by which commands find it; on the way back, what was left there is renamed."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rsup db ...` with `argv`; return the exit code. Raise `RsupError`, whose text is the one line to print."""
     options = _parser().parse_args(list(sys.argv[2:] if argv is None else argv))
-    state = state_dir(options.state_dir)
+    state = _settle(options)
     answer: Answer = options.run(options, state)
     print(json.dumps(answer, indent=1) if options.json else answer.pop("text"))
     return 0 if answer.get("ok", True) else 1
+
+
+def _settle(options: argparse.Namespace) -> Path:
+    """The state directory; what is neither told by flags nor by the environment comes from the settings' file."""
+    given = from_file(options.config) if options.config else {}
+    options.database_url = options.database_url or os.environ.get("RSUP_DATABASE_URL") or given.get("database_url") or ""
+    in_file = "" if os.environ.get("RSUP_STATE_DIR") else given.get("state_dir", "")
+    return state_dir(options.state_dir or in_file or None)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--database-url", metavar="URL", help="the store, where it is not in a state directory (RSUP_DATABASE_URL)"
     )
+    shared.add_argument("--config", type=Path, metavar="FILE", help="take both from the settings of `rsup serve`, rsup.toml")
     shared.add_argument("--json", action="store_true", help="answer in JSON")
     parser = _Parser(prog="rsup db", description="Care for the store.")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
@@ -81,7 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         "pg_dump, any other is a SQLite file, which rsup can read and copy back (default: by pg_dump where it is installed)",
     )
     backup.set_defaults(run=_backup)
-    check = verbs.add_parser("check", parents=[shared], help="look for damage, and say which schema it has and who holds it")
+    check = verbs.add_parser(
+        "check",
+        parents=[shared],
+        help="look for damage, and say which schema it has and who holds it (exit code 0: sound, also of an old schema)",
+    )
     check.set_defaults(run=_check)
     upgrade = verbs.add_parser(
         "upgrade", parents=[shared], help="bring an older store to this release's schema, after a backup"
@@ -106,23 +135,48 @@ def _backup(options: argparse.Namespace, state: Path) -> Answer:
     target = Path(os.path.abspath(options.file or _backup_name(source, state)))
     if target.exists():
         raise UsageError(f"{target} exists; name a file that does not")
+    if not target.parent.is_dir():
+        raise UsageError(f"the directory {target.parent} does not exist; make it, or name another file")
+    if isinstance(source, Path) and target.suffix in postgres_dump.SUFFIXES:
+        raise UsageError(f"{describe(source)} is a SQLite store, no dump can be made of it; name a file that ends in .db")
     engine = reader_engine(source)
     try:
-        with translated(str(target)):
-            _copy(source, engine, target)
-            size_bytes = target.stat().st_size
+        _copy(source, engine, target)
+        size_bytes = target.stat().st_size
     finally:
         engine.dispose()
     return {"backup": str(target), "size_bytes": size_bytes, "text": f"backup written: {target} ({size_bytes} bytes)"}
 
 
 def _copy(source: Path | URL, engine: Engine, target: Path) -> None:
-    if isinstance(source, Path):
-        copy_database(source, target)
-    elif target.suffix in postgres_dump.SUFFIXES:
+    if not isinstance(source, Path) and target.suffix in postgres_dump.SUFFIXES:
         postgres_dump.dump(source, target)
-    else:
-        _copy_rows(engine, target)
+        return
+    if not isinstance(source, Path):
+        _check_can_be_copied(engine, describe(source))
+    try:
+        if isinstance(source, Path):
+            copy_database(source, target)
+        else:
+            _copy_rows(engine, target)
+    except (sqlite3.Error, OSError, SQLAlchemyError) as error:
+        cause = getattr(error, "orig", None) or error
+        why = str(cause.strerror if isinstance(cause, OSError) and cause.strerror else cause)
+        raise StoreError(f"no backup {target} of {describe(source)} was made: {' '.join(why.split())}") from error
+
+
+def _check_can_be_copied(engine: Engine, database: str) -> None:
+    with translated(database), engine.connect() as connection:
+        revision = schema.read_revision(connection)
+    if revision is None:
+        raise StoreError(f"{database} is empty: there is nothing to back up")
+    try:
+        schema.check_revision(revision, database)
+    except StoreTooOld:
+        raise StoreError(
+            f"{database} has the old schema {revision}, of which this release can only make a dump: name a file that ends in "
+            ".dump"
+        ) from None
 
 
 def _backup_name(source: Path | URL, state: Path) -> Path:
@@ -150,10 +204,14 @@ def _copy_rows(source: Engine, target: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- check
 
 
+_FILLED_BY = "`rsup serve` makes one when it starts there, `rsup db copy` brings one"
+
+
 def _check(options: argparse.Namespace, state: Path) -> Answer:
     target = find_database(state, options.database_url)
     place = split_target(target)
     answer: Answer = {"database": describe(target), "ok": True, "revision": None, "head": tables.HEAD, "holder": None}
+    answer |= {"is_old": False, "is_known": True, "is_empty": False, "is_unread": False}
     problems: list[str] = []
     engine = reader_engine(target)
     try:
@@ -165,16 +223,26 @@ def _check(options: argparse.Namespace, state: Path) -> Answer:
                 foreign = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
                 problems += [f"{table}: row {row} belongs to no {parent}" for table, row, parent, _ in foreign[:20]]
             answer["revision"] = schema.read_revision(connection) or "none"
-            schema.check_revision(answer["revision"], describe(target))
+            answer["is_old"] = answer["revision"] in tables.REVISIONS[:-1]
+            answer["is_empty"] = answer["revision"] == "none"
+            if not answer["is_old"] and not answer["is_empty"]:
+                schema.check_revision(answer["revision"], describe(target))
+            there = set(inspect(connection).get_table_names())
             for table in (tables.jobs, tables.events, tables.cases, tables.evidence, tables.subjects):
-                answer[table.name] = connection.execute(select(func.count()).select_from(table)).scalar()
-            problems += history_problems(connection)
+                if table.name in there:
+                    answer[table.name] = connection.execute(select(func.count()).select_from(table)).scalar()
+            problems += [] if answer["is_old"] or answer["is_empty"] else history_problems(connection)
+            problems += [f"there is no store in it yet: {_FILLED_BY}"] if answer["is_empty"] else []
             if not isinstance(place, Path):
                 answer["holder"] = _holder(read_holder(connection), is_held(connection))
                 answer["size_bytes"] = connection.exec_driver_sql("SELECT pg_database_size(current_database())").scalar()
                 answer["notes"] = _server_notes(connection)
+    except StoreTooNew as error:
+        problems.append(str(error))
+        answer["is_known"] = False
     except StoreError as error:
         problems.append(str(error))
+        answer["is_unread"] = answer["revision"] is None and not isinstance(error, StoreDamaged)
     finally:
         engine.dispose()
     if isinstance(place, Path):
@@ -202,9 +270,15 @@ def _server_notes(connection: Connection) -> list[str]:
 
 
 def _check_text(answer: Answer) -> str:
-    lines = [f"{answer['database']}: {'sound' if answer['ok'] else 'NOT SOUND'}, schema {answer['revision']}"]
+    verdict = "sound" if answer["ok"] else "NOT SOUND" if answer["is_known"] else "CANNOT BE CHECKED by this release"
+    lines = [f"{answer['database']}: {verdict}, schema {answer['revision']}"]
+    if answer["is_empty"] or answer["is_unread"]:
+        lines = [f"{answer['database']}: {'EMPTY' if answer['is_empty'] else 'CANNOT BE READ'}"]
     if "events" in answer:
-        lines[0] += f", {plural(answer['jobs'], 'job')}, {plural(answer['events'], 'event')}, {pieces(answer['evidence'])}"
+        evidence = pieces(answer["evidence"]) if "evidence" in answer else "no evidence"
+        lines[0] += f", {plural(answer['jobs'], 'job')}, {plural(answer['events'], 'event')}, {evidence}"
+    if answer["is_old"]:
+        lines.append(f"  an older release's schema: upgrade it to {answer['head']} with `rsup db upgrade`")
     lines += [f"  {problem}" for problem in [*answer["problems"], *answer.get("notes", ())]]
     if answer["holder"]:
         holder = answer["holder"]
@@ -252,55 +326,36 @@ def _dump_before(target: Target, state: Path) -> Path | None:
 
 def _copy_all(options: argparse.Namespace, state: Path) -> Answer:
     del state
-    source, target = _store_named(options.source), _store_named(options.target)
-    names = describe(source), describe(target)
-    if names[0] == names[1]:
-        raise UsageError(f"{names[0]} and {names[1]} are the same store")
-    place = split_target(source)
-    if isinstance(place, Path) and not place.exists():
-        raise UsageError(f"there is no store at {place}")
-    held = SqlStore.open(source, holder=_holder_of_command(), alone_may_migrate=False)
-    try:
-        engine = reader_engine(source)
-        store = SqlStore.open(target, holder=_holder_of_command(), alone_may_migrate=False)
-        try:
-            with translated(names[0]), engine.connect() as read:
-                copied = store.change(lambda write: copy_store(read, write, target=names[1]))
-        finally:
-            store.close()
-            engine.dispose()
-    finally:
-        held.close()
-    rows = copied.rows
+    moved = move_store(options.source, options.target, _holder_of_command)
+    rows = moved.copied.rows
     text = (
-        f"copied from {names[0]} to {names[1]}: {plural(rows['jobs'], 'job')}, {plural(rows['events'], 'event')}, "
-        f"{pieces(rows['evidence'])}; {copied.live_jobs} of the jobs have not ended and go on with a supervisor on the copy"
+        f"copied from {moved.source} to {moved.target}: {plural(rows['jobs'], 'job')}, {plural(rows['events'], 'event')}, "
+        f"{pieces(rows['evidence'])}; {moved.copied.live_jobs} of the jobs have not ended and go on with a supervisor on the "
+        "copy"
     )
-    return {"from": names[0], "to": names[1], "rows": rows, "live_jobs": copied.live_jobs, "text": text}
-
-
-def _store_named(text: str) -> Target:
-    if "://" in text:
-        return text
-    return Path(text) / DATABASE_NAME if Path(text).is_dir() else Path(text)
+    text += f"; what {moved.target} was before: {moved.aside}" if moved.aside is not None else ""
+    text += f"; {moved.note}" if moved.note else ""
+    answer = {"from": moved.source, "to": moved.target, "rows": rows, "live_jobs": moved.copied.live_jobs}
+    return {**answer, "as_it_was": str(moved.aside) if moved.aside else None, "text": text}
 
 
 def _merge(options: argparse.Namespace, state: Path) -> Answer:
     other = options.other
     if "://" not in other:
-        other = find_database(Path(other), "") if Path(other).is_dir() else Path(other)
+        other = store_of(Path(other)) if Path(other).is_dir() else Path(other)
     target = _written_target(options, state)
     if describe(other) == describe(target):
         raise UsageError(f"{describe(other)} is the store itself; name another one")
     source = reader_engine(other)
-    with translated(describe(other)), source.connect() as connection:
-        schema.check_revision(schema.read_revision(connection) or "none", describe(other))
-    store = SqlStore.open(target, holder=_holder_of_command(), alone_may_migrate=False)
     try:
-        with translated(describe(other)):
-            merged = merge(source, store.change)
+        _check_merged(source, describe(other))
+        store = SqlStore.open(target, holder=_holder_of_command(), alone_may_migrate=False)
+        try:
+            with translated(describe(other)):
+                merged = merge(source, store.change)
+        finally:
+            store.close()
     finally:
-        store.close()
         source.dispose()
     text = f"{merged.jobs} jobs looked at, {merged.new_jobs} new, {merged.new_events} events new"
     if merged.renumbered:
@@ -312,9 +367,16 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
     return {"database": describe(target), "other": describe(other), **asdict(merged), "text": text}
 
 
+def _check_merged(source: Engine, name: str) -> None:
+    with translated(name), source.connect() as connection:
+        revision = schema.read_revision(connection)
+    if revision is None:
+        raise UsageError(f"there is no store in {name} yet; check OTHER")
+    schema.check_revision(revision, name)
+
+
 def _written_target(options: argparse.Namespace, state: Path) -> Target:
-    url = options.database_url or os.environ.get("RSUP_DATABASE_URL")
-    return url or state / DATABASE_NAME
+    return options.database_url or noted_elsewhere(state) or state / DATABASE_NAME
 
 
 def _holder_of_command() -> LeaseHolder:

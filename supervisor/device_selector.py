@@ -7,13 +7,14 @@ one serial at one time are several GPUs of a board, or MIG instances: each has i
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, Select, or_, select
 
 from rsup.supervisor.hardware.identity import normal_pci
-from rsup.supervisor.hardware_views import UnknownHardware
-from rsup.supervisor.tables import devices, nodes, seats, subjects
+from rsup.supervisor.hardware_views import UnknownHardware, is_known_node
+from rsup.supervisor.tables import devices, seats, subjects
 from rsup.supervisor.wire import UsageError
 
 MIN_PREFIX_CHARS = 4
@@ -60,11 +61,9 @@ def _newest_last(connection: Connection, uuids: list[str]) -> list[str]:
     return sorted(uuids, key=lambda uuid: at_us.get(uuid, 0))
 
 
-def find_node(connection: Connection, name: str) -> str:
-    """`name`, if the store knows that node. Raise `UnknownHardware`."""
-    known = select(nodes.c.node).where(nodes.c.node == name)
-    judged = select(subjects.c.subject).where(subjects.c.kind == "node", subjects.c.subject == name)
-    if connection.execute(known).scalar() is None and connection.execute(judged).scalar() is None:
+def find_node(connection: Connection, name: str, others: Collection[str] = ()) -> str:
+    """`name`, if the store knows that node, or it is one of `others`. Raise `UnknownHardware`."""
+    if name not in others and not is_known_node(connection, name):
         raise UnknownHardware(f"no node {name[:200]!r} in this store; `rsup nodes list` lists them")
     return name
 

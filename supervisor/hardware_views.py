@@ -3,14 +3,14 @@
 Everybody with a token may see these, so of a job they hold only what `views.PUBLIC_FIELDS` names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, select
+from sqlalchemy import Connection, RowMapping, Select, Subquery, func, select, union
 
 from rsup.supervisor.hardware import standing_views
 from rsup.supervisor.history_jobs import MayRead, everything
-from rsup.supervisor.tables import devices, incidents, job_nodes, jobs, nodes, placements
+from rsup.supervisor.tables import devices, drain_notes, incidents, job_nodes, jobs, nodes, placements, seats, subjects
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.views import job_fields, public_fields
 from rsup.supervisor.wire import RsupError
@@ -23,28 +23,69 @@ class UnknownHardware(RsupError):
 
 
 def list_nodes(
-    connection: Connection, *, after: str = "", limit: int = 100, state: str = ""
+    connection: Connection, *, after: str = "", limit: int = 100, state: str = "", others: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
     """By name: at most `limit` nodes after the name `after`, only those in `state` if given, and the name to continue after
-    (None at the end). Raise `UsageError` for a state that there is not."""
-    query = select(nodes).where(nodes.c.node > after).order_by(nodes.c.node).limit(limit + 1)
-    query = standing_views.only(query, "node", nodes.c.node, state)
-    rows = connection.execute(query).mappings().all()
-    shown = rows[:limit]
-    named = _jobs_of(connection, {row["job"] for row in shown})
-    standings = standing_views.standings(connection, "node", [(row["node"], "") for row in shown])
-    items = [{**_node_fields(row, named), **standings[row["node"]]} for row in shown]
-    return items, shown[-1]["node"] if len(rows) > limit else None
+    (None at the end). `others`: nodes that are known from elsewhere, too. Raise `UsageError` for a state that there is not."""
+    known = _known_nodes()
+    query = select(known.c.node).where(known.c.node > after).order_by(known.c.node).limit(limit + 1)
+    names = list(connection.execute(standing_views.only(query, "node", known.c.node, state)).scalars())
+    if others and state in ("", "clear"):
+        names = sorted({*names, *_unheard_of(connection, {name for name in others if name > after})})[: limit + 1]
+    shown = names[:limit]
+    rows = {row["node"]: row for row in connection.execute(select(nodes).where(nodes.c.node.in_(shown))).mappings()}
+    named = _jobs_of(connection, {row["job"] for row in rows.values()})
+    quiet = _quiet_nodes(connection, [name for name in shown if name not in rows])
+    standings = standing_views.standings(connection, "node", [(name, "") for name in shown])
+    items = [{**(_node_fields(rows[name], named) if name in rows else quiet[name]), **standings[name]} for name in shown]
+    return items, shown[-1] if len(names) > limit else None
 
 
-def node_detail(connection: Connection, name: str, may_read: MayRead = everything) -> dict[str, Any]:
-    """One node, the newest jobs it took part in, and incidents on it. Raise `UnknownHardware`."""
+def _known_nodes() -> Subquery:
+    """Nodes that took part in a job, told of their boards, or were spoken about, here or in SLURM."""
+    spoken_of = select(subjects.c.subject.label("node")).where(subjects.c.kind == "node")
+    with_boards = select(seats.c.node).where(seats.c.node != "")
+    return union(select(nodes.c.node), spoken_of, with_boards, select(drain_notes.c.node)).subquery("known")
+
+
+def is_known_node(connection: Connection, name: str) -> bool:
+    """Whether the store has heard of that node at all."""
+    known = _known_nodes()
+    return connection.execute(select(known.c.node).where(known.c.node == name).limit(1)).scalar() is not None
+
+
+def _unheard_of(connection: Connection, names: Collection[str]) -> set[str]:
+    """Those of `names` that the store does not know."""
+    return set(names) - set(connection.execute(select(_known_nodes().c.node)).scalars())
+
+
+def _quiet_nodes(connection: Connection, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Fields of nodes that took part in no job: what is known of their boards."""
+    stays = select(seats).where(seats.c.node.in_(names), seats.c.to_us.is_(None)).order_by(seats.c.pci_bus_id, seats.c.uuid)
+    boards: dict[str, list[str]] = {name: [] for name in names}
+    for row in connection.execute(stays).mappings():
+        boards[row["node"]].append(row["uuid"])
+    times = select(seats.c.node, func.min(seats.c.from_us), func.max(seats.c.seen_us)).where(seats.c.node.in_(names))
+    seen = {node: (first_us, last_us) for node, first_us, last_us in connection.execute(times.group_by(seats.c.node))}
+    found = {}
+    for name in names:
+        first_us, last_us = seen.get(name, (None, None))
+        told = {"first_seen": iso(first_us), "last_seen": iso(last_us), "job": None, "devices": boards[name]}
+        found[name] = {"node": name, "role": "", **told}
+    return found
+
+
+def node_detail(
+    connection: Connection, name: str, may_read: MayRead = everything, others: Collection[str] = ()
+) -> dict[str, Any]:
+    """One node, the newest jobs it took part in, and incidents on it. `others`: nodes that are known from elsewhere, too.
+    Raise `UnknownHardware`."""
     standing = standing_views.standing_detail(connection, "node", name, "", may_read)
     row = connection.execute(select(nodes).where(nodes.c.node == name)).mappings().first()
-    if row is None and standing_views.is_known(connection, "node", name):
-        return {"node": name, "role": "", "devices": [], "jobs": [], "incidents": [], **standing}
     if row is None:
-        raise UnknownHardware(f"no node {name[:200]!r} in this store; `rsup nodes list` lists them")
+        if name not in others and not is_known_node(connection, name):
+            raise UnknownHardware(f"no node {name[:200]!r} in this store; `rsup nodes list` lists them")
+        return {**_quiet_nodes(connection, [name])[name], "jobs": [], "incidents": [], **standing}
     took_part = select(job_nodes).where(job_nodes.c.node == name).order_by(job_nodes.c.at_us.desc()).limit(MAX_HISTORY)
     parts = connection.execute(took_part).mappings().all()
     named = _jobs_of(connection, {row["job"], *(part["job"] for part in parts)})

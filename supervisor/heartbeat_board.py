@@ -4,7 +4,7 @@ One file per agent, a fixed slot per local rank. Every field is one aligned 8-by
 CLOCK_MONOTONIC nanoseconds, 0 meaning never. A rank never waits for a reader, and a stopped reader never stalls a rank.
 
     file    header (16 words) | slot 0 | slot 1 | ...
-    header  magic, layout version, number of slots, pid of the agent, its start time, zeros
+    header  magic, layout version, number of slots, pid of the agent, its start time, its pid namespace (0: unknown), zeros
     slot    head (16 words) | section 0 | section 1 | ...          (`NUM_SECTIONS` sections)
     section name (32 bytes, UTF-8, zero-padded) | open since | times entered | total ns | longest ns
 
@@ -21,7 +21,7 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -250,7 +250,8 @@ class Board:
         return cls(path, memoryview(memory).cast("Q"), memory, num_slots)
 
     def _write_header(self) -> None:
-        header = (MAGIC, LAYOUT_VERSION, self.num_slots, os.getpid(), process_start_ticks(os.getpid()))
+        owner = (os.getpid(), process_start_ticks(os.getpid()), pid_namespace())
+        header = (MAGIC, LAYOUT_VERSION, self.num_slots, *owner)
         for word, value in enumerate(header):
             self._words[word] = value
 
@@ -352,18 +353,38 @@ def process_start_ticks(pid: int) -> int:
     return int(fields[19])
 
 
-def remove_leftovers(folders: Iterator[Path] | list[Path]) -> list[Path]:
-    """Remove this user's boards whose agent no longer lives; return what was removed."""
+def pid_namespace() -> int:
+    """The inode of this process's pid namespace: containers of one host have the boot in common, and other pids. 0: unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def remove_leftovers(folders: Iterable[Path], uid: int | None = None) -> list[Path]:
+    """Remove the boards of a user (None: of this one) whose agent no longer lives; return what was removed. Containers may
+    share this memory, and have other pids: their boards are left alone."""
     removed = []
     for folder in folders:
-        for path in folder.glob(f"rsup-board-{os.getuid()}-*"):
+        for path in folder.glob(f"rsup-board-{os.getuid() if uid is None else uid}-*"):
             try:
                 with path.open("rb") as file:
-                    words = struct.unpack("<5Q", file.read(40))
+                    magic, _, _, owner_pid, owner_start, namespace = struct.unpack("<6Q", file.read(48))
             except (OSError, struct.error):
                 continue
-            owner_pid, owner_start = words[3], words[4]
-            if words[0] == MAGIC and process_start_ticks(owner_pid) != owner_start:
+            is_here = namespace in (0, pid_namespace())
+            if magic == MAGIC and is_here and not _lives(owner_pid, owner_start):
                 path.unlink(missing_ok=True)
                 removed.append(path)
     return removed
+
+
+def _lives(pid: int, start_ticks: int) -> bool:
+    """Whether that process exists, and is no mere entry that its parent has yet to take note of (zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X") and int(fields[19]) == start_ticks

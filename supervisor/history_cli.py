@@ -219,7 +219,7 @@ def _show(arguments: argparse.Namespace, question: Question, text_of: str, *, fr
 def _answer(arguments: argparse.Namespace, question: Question, *, from_store: bool) -> Json:
     """From the running supervisor, else from the store. `from_store`: the other way round, since it costs seconds, which are
     then ours; or only the store, where the question cannot be posted."""
-    state = places.state_dir(arguments.state_dir)
+    state = places.state_dir_to_read(arguments.state_dir)
     if from_store:
         try:
             return StoreSource(state, _note).answer(question)

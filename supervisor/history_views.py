@@ -6,17 +6,20 @@ a case, its checkpoint and the text of an incident are for those who may read th
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Column, ColumnElement, Connection, Select, and_, func, or_, select, text
 
 from rsup.supervisor.device_selector import find_device, find_node
 from rsup.supervisor.history_jobs import MayRead, everything, named_jobs
+from rsup.supervisor.node_story import note_text
+from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.tables import (
     COUNTED,
     cases,
     devices,
+    drain_notes,
     evidence,
     incidents,
     job_nodes,
@@ -45,14 +48,16 @@ def timeline(
     cursor: str = "",
     limit: int = 100,
     may_read: MayRead = everything,
+    others: Collection[str] = (),
 ) -> Json:
     """The story of a device (a UUID or its beginning, a serial, or `NODE:PCI`) or node, newest first.
 
     `subject`: its identity; `then`: its state, seat and users at `at_us` (now, if None); `items`: what happened up to then,
     at most `limit`; `next_cursor`: to hand in as `cursor` for older items, None at the end. Evidence stands where it was last
-    seen. Raise `UnknownHardware`, or `UsageError` for a selector that names several devices and for a bad cursor.
+    seen. `others`: nodes that are known from elsewhere, too. Raise `UnknownHardware`, or `UsageError` for a selector that names
+    several devices and for a bad cursor.
     """
-    names, identity = subject_of(connection, selector, kind, at_us)
+    names, identity = subject_of(connection, selector, kind, at_us, others)
     bound_us, skip = _read_cursor(cursor) if cursor else (at_us, 0)
     wanted = limit + skip + 1
     sources = _device_sources() if kind == "device" else _node_sources()
@@ -69,10 +74,12 @@ def timeline(
     }
 
 
-def subject_of(connection: Connection, selector: str, kind: str, at_us: int | None = None) -> tuple[tuple[str, ...], Json]:
+def subject_of(
+    connection: Connection, selector: str, kind: str, at_us: int | None = None, others: Collection[str] = ()
+) -> tuple[tuple[str, ...], Json]:
     """The names under which a device or node is in the store, newest last, and its identity. Raise as `timeline`."""
     if kind == "node":
-        name = find_node(connection, selector)
+        name = find_node(connection, selector, others)
         return (name,), {"kind": "node", "node": name}
     device = find_device(connection, selector, at_us)
     row = connection.execute(select(devices).where(devices.c.uuid == device.uuid)).mappings().first()
@@ -171,6 +178,7 @@ def _node_sources() -> list[_Source]:
         _of_column(seats, "seat", seats.c.node, seats.c.from_us, ("uuid",)),
         _of_column(job_nodes, "participation", job_nodes.c.node, job_nodes.c.first_us, ("job",)),
         _of_column(incidents, "incident", incidents.c.node, incidents.c.at_us, ("job", "incident")),
+        _of_column(drain_notes, "slurm", drain_notes.c.node, drain_notes.c.at_us, ("what",)),
     ]
 
 
@@ -290,6 +298,11 @@ def _participation_fields(row: Mapping[Any, Any], readable: bool) -> Json:
     return {"role": row["role"], "to": iso(row["at_us"]), "text": f"took part as {row['role']}"}
 
 
+def _note_fields(row: Mapping[Any, Any], readable: bool) -> Json:
+    note = DrainNoted(**row)
+    return {"note": note.what, "principal": note.principal, "reason": note.reason, "text": note_text(note)}
+
+
 _FIELDS: dict[str, Callable[[Mapping[Any, Any], bool], Json]] = {
     "evidence": _evidence_fields,
     "transition": _transition_fields,
@@ -298,6 +311,7 @@ _FIELDS: dict[str, Callable[[Mapping[Any, Any], bool], Json]] = {
     "incident": _incident_fields,
     "case": _case_fields,
     "participation": _participation_fields,
+    "slurm": _note_fields,
 }
 
 

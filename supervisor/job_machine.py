@@ -12,13 +12,14 @@ stacks taken, all ranks gone), so no handler has to know what follows it.
 
 Facts of an agent are applied once each, in the order of their numbers; those of another attempt than the current one are
 logged and decide nothing, but that ranks are gone. What a fact means belongs to the noun it is about: `rendezvous`,
-`attempt_start`, `progress`, `hang`, `rank_exits`, `in_process`, `attempt_end`, `case_machine`, `operator_requests`.
+`attempt_start`, `adoption`, `progress`, `hang`, `rank_exits`, `in_process`, `attempt_end`, `case_machine`, `operator_requests`.
 """
 
 from collections.abc import Callable
 
 from rsup.supervisor import wire
 from rsup.supervisor.actions import Action, SendOrder
+from rsup.supervisor.adoption import is_all_heard, settle_adopted
 from rsup.supervisor.attempt_end import ranks_gone, reform, settle_stopping, succeed
 from rsup.supervisor.attempt_start import all_started, attempt_started, device_used, start_failed, store_bound
 from rsup.supervisor.case_machine import case_reported, late_case
@@ -247,12 +248,12 @@ def _settle_starting(turn: Turn) -> None:
 def _settle_running(turn: Turn) -> None:
     if not _everyone_finished(turn) and not settle_early_ends(turn):
         settle_in_process(turn)
+        settle_adopted(turn)
 
 
 def _everyone_finished(turn: Turn) -> bool:
     state = turn.state
-    enough = not state.adopted or len(state.active) >= state.spec.min_nodes
-    if state.world_size and state.num_ok >= state.world_size and enough:
+    if state.world_size and state.num_ok >= state.world_size and is_all_heard(state):
         succeed(turn)
         return True
     return False

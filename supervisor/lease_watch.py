@@ -18,17 +18,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from rsup.supervisor.database import Target, describe, postgres_writer, split_target
 from rsup.supervisor.database_errors import store_error
 from rsup.supervisor.lease import LeaseRecord
-from rsup.supervisor.postgres_lease import FRESH_S, HELD_LOCKS, STALE_S, read_holder, read_meta
+from rsup.supervisor.postgres_lease import FRESH_S, HELD_LOCKS, SEEN, STALE_S, read_holder, read_meta
 
 LOOK_EVERY_S = 0.25
 RETRY_EVERY_S = 1.0
 END_WITHIN_MS = 1000
 
-_HOLDER = (
-    "SELECT a.pid, a.state, a.wait_event_type,"
-    " extract(epoch FROM clock_timestamp() - greatest(a.state_change, a.query_start))::float8 AS silent_s"
-    f" FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE {HELD_LOCKS}"
-)
+_HOLDER = f"SELECT a.pid, {SEEN} FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE {HELD_LOCKS}"
 
 _log = logging.getLogger(__name__)
 
@@ -108,11 +104,18 @@ class LeaseWatch:
     def _end(self, connection: Connection, pid: int, silent_s: float, leader: LeaseRecord) -> None:
         who = f"the leader (pid {leader.pid} on {leader.host})"
         try:
-            connection.exec_driver_sql(f"SELECT pg_terminate_backend({int(pid)}, {END_WITHIN_MS})")
+            ended = connection.exec_driver_sql(f"SELECT pg_terminate_backend({int(pid)}, {END_WITHIN_MS})").scalar()
         except SQLAlchemyError as error:
             why = str(error).splitlines()[0]
             self._say_once(f"{who} has asked the database for nothing, and its session cannot be ended: {why}")
             return
+        if not ended:
+            self._say_once(
+                f"{who} has asked the database for nothing, and its session there (process {pid} of the server) does not end: "
+                "nobody can lead until it does; is that process stopped, or the server's disk stuck?"
+            )
+            return
+        self._said = ""
         _log.warning("%s has asked the database for nothing for %.1f s: its session was ended", who, silent_s)
 
     def _say_once(self, text: str) -> None:

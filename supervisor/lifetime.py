@@ -15,7 +15,8 @@ ABANDONED_AFTER_S = 20.0
 @dataclass(frozen=True)
 class AgentSeen:
     """What is known of an agent of a live job. `process_alive`: of it or its ranks; None: cannot be known, since it is on
-    another host. `rebooted`: its host, which is this one, has been started anew since."""
+    another host or in another container, or processes there cannot be looked at. `rebooted`: its host, which is this one, has
+    been started anew since."""
 
     agent_id: str
     silent_s: float

@@ -43,14 +43,14 @@ class LiveJobs:
             if state.phase is Phase.ENDED:
                 self._ended_s.setdefault(key, batch.now.s)
 
-    def hear(self, report: Report, now_s: float) -> None:
-        """An agent lives; keep its beats."""
+    def hear(self, report: Report, now_s: float, come_s: float) -> None:
+        """An agent lives; keep its beats, which have come at `come_s` of the machine's clock."""
         link = self.links.get(report.agent_id)
         if link is None:
             link = self.links[report.agent_id] = AgentLink(heard_s=now_s)
         link.heard_s = now_s
         if report.beats:
-            link.beats, link.beats_s = report.beats, now_s
+            link.beats, link.beats_s = report.beats, come_s
 
     def hear_all(self, now_s: float) -> None:
         """Nobody could be heard until now."""

@@ -6,17 +6,21 @@ nothing: commands stand in the outboxes of the states, and are sent again until 
 
 A store that cannot be written stops decisions, not training: nothing is acknowledged (agents keep their facts), inputs are
 kept in a bounded queue and tried again each second, reports are answered so that no agent thinks its supervisor dead. A new
-agent is told why it cannot start, and nothing is kept of it: it may be gone when the store can be written again.
+agent is told why it cannot start (of a shared supervisor: to try another, or to be its own), and nothing is kept of it: it may
+be gone when the store can be written again.
 
 Where another supervisor may have taken over meanwhile (`lease_doubt`) reports are not answered so: an agent that hears us would
 not look for the other, and its fence timeout would begin anew. It hears `StandsBy`, and keeps what it has to say.
 
 What is not worth a transaction (when an agent was last heard, its latest beats, what has been sent to it) lives in
-`live_jobs` and starts anew with each supervisor: every agent then has its full time again. All calls come from one thread,
-except `live_beats` and `store_error`, which may be read from any.
+`live_jobs` and starts anew with each supervisor: every agent then has its full time again. Every duration that is judged is
+measured in time in which this loop listened (`listening`): nobody is accused because we were slow, nor while we cannot keep
+what we are told; whoever was sent away has the time to come back. All calls come from one thread, except `live_beats` and
+`store_error`, which may be read from any.
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +42,7 @@ from rsup.supervisor.events import (
 from rsup.supervisor.hardware.book import Book
 from rsup.supervisor.hardware.book_turn import BookTurn
 from rsup.supervisor.job_routing import Routing
+from rsup.supervisor.listening import Listening
 from rsup.supervisor.live_jobs import LiveJobs, rows_of
 from rsup.supervisor.loop_batch import Batch
 from rsup.supervisor.loop_inputs import (
@@ -77,6 +82,9 @@ MAX_BACKLOG = 10_000
 REFUSE_AFTER_S = 2.0
 """How long the store must have failed before new agents are refused: till then they ask again, as they do by themselves."""
 
+COME_BACK_S = 6.0
+"""How long agents that were told to ask elsewhere may take until they are here again (`supervisor_client.STAY_S`)."""
+
 _NO_MESSAGE = (OperatorRequest, HardwareRequest, AgentKnownDead, NodeReported, RecordsToKeep)
 """Inputs that are no message of an agent."""
 
@@ -110,6 +118,7 @@ class Loop:
         """Why another supervisor may decide in our place by now; empty: none can."""
         self._store = store
         self._clock = clock
+        self._listening = Listening(clock.monotonic_s())
         self._listen = listen
         self._routing = Routing(store, new_job_id)
         self._live = LiveJobs()
@@ -121,6 +130,8 @@ class Loop:
         self._failing_since_s = 0.0
         self._has_doubted = False
         """Whether agents were sent away since the store failed."""
+        self._all_back_s = 0.0
+        """When those have come back that were sent away, by the machine's clock."""
 
     # ------------------------------------------------------------------------------------------------------- the shell's
 
@@ -148,6 +159,13 @@ class Loop:
             self._store_failed(error, [])
         self._perform(batch)
 
+    def listened(self, *, has_read_all: bool) -> None:
+        """The links were read just now; what they gave comes by `handle` next. `has_read_all`: nothing was left unread. Time in
+        which it cannot be taken does not count, as if we had not listened."""
+        now_s = self._clock.monotonic_s()
+        takes = not self.store_error and now_s >= self._all_back_s
+        self._listening.look(now_s, has_read_all=has_read_all and takes)
+
     def handle(self, inputs: Sequence[Input]) -> None:
         """Decide on these inputs, commit, act. While the store fails they are kept and tried again by `tick`."""
         doubt = self.lease_doubt()
@@ -168,18 +186,20 @@ class Loop:
             return
         if self._has_doubted:
             self._has_doubted = False
-            self._live.hear_all(now_s)  # whoever we sent away has his full time again
+            self._all_back_s = now_s + COME_BACK_S
+            self._live.hear_all(self._listened_s())  # whoever we sent away has his full time again
         backlog = list(self._backlog)
         self._backlog.clear()
         self._process(backlog, with_time=True)
         if not self.store_error:
-            self._live.forget_ended(now_s)
+            self._live.forget_ended(self._listened_s())
 
     def next_wakeup_s(self) -> float:
         """Seconds until `tick` has something to do, at most a second."""
-        now_s = self._clock.monotonic_s()
-        due_s = self._retry_at_s if self.store_error else self._sweep.next_s(now_s)
-        return max(0.0, due_s - now_s)
+        if self.store_error:
+            return max(0.0, self._retry_at_s - self._clock.monotonic_s())
+        now_s = self._listened_s()
+        return max(0.0, self._sweep.next_s(now_s) - now_s)
 
     def jobs(self) -> list[JobState]:
         """Jobs that have not ended, or of whose end an agent has yet to hear."""
@@ -209,14 +229,17 @@ class Loop:
         return self._book.changes
 
     def silent_s(self, agent_id: str) -> float:
-        """How long nothing has been heard of an agent."""
+        """How long nothing has been heard of an agent while we listened."""
         link = self._live.links.get(agent_id)
-        return 0.0 if link is None else self._clock.monotonic_s() - link.heard_s
+        return 0.0 if link is None else self._listened_s() - link.heard_s
 
     # ------------------------------------------------------------------------------------------------------- transaction
 
     def _now(self) -> Now:
-        return Now(self._clock.now_us(), self._clock.monotonic_s())
+        return Now(self._clock.now_us(), self._listened_s())
+
+    def _listened_s(self) -> float:
+        return self._listening.now_s(self._clock.monotonic_s())
 
     def _process(self, inputs: Sequence[Input], with_time: bool = False) -> None:
         batch = Batch(self._now(), self._live.states)
@@ -276,35 +299,47 @@ class Loop:
         if not self.store_error:
             self._failing_since_s = now_s
             _log.error("%s; training goes on, nothing is decided or acknowledged until the store can be written", error)
+        elif _without_numbers(self.store_error) != _without_numbers(str(error)):
+            _log.error("the store cannot be written still: %s", error)
         self.store_error = str(error)
         self._retry_at_s = now_s + RETRY_S
         self._keep(inputs)
 
     def _keep(self, inputs: Sequence[Input]) -> None:
         """Put inputs aside. Reports are answered without a word of what is new in them, so that their agents stay."""
-        now_s = self._clock.monotonic_s()
+        now_s, listened_s = self._clock.monotonic_s(), self._listened_s()
         doubt = self.lease_doubt()
         self._has_doubted = self._has_doubted or bool(doubt)
         for one in inputs:
+            if isinstance(one, AgentKnownDead):
+                continue  # it is looked for again once what it, or whoever speaks for it, has to say can be taken
             message = None if isinstance(one, _NO_MESSAGE) else one.message
             if doubt and isinstance(message, (Hello, Report)):
                 agent_id = message.agent.agent_id if isinstance(message, Hello) else message.agent_id
                 self._outgoing.stand_by(agent_id, doubt)
                 continue
             if isinstance(message, Report):
-                self._live.hear(message, now_s)
+                self._live.hear(message, listened_s, now_s)
                 key = self._live.job_of.get(message.agent_id)
                 if key is not None and key in self._live.states:
-                    self._outgoing.order(self._live.states[key], message.agent_id, now_s)
+                    self._outgoing.order(self._live.states[key], message.agent_id, listened_s)
                 if not message.facts:
                     continue
             elif isinstance(message, Hello) and self._is_new(message):
                 if now_s - self._failing_since_s >= REFUSE_AFTER_S:
-                    self._outgoing.refuse(message.agent.agent_id, Refusal(1, f"no job can be started now: {self.store_error}"))
+                    self._turn_away(message.agent.agent_id)
                 continue
             self._backlog.append(one)
         while len(self._backlog) > MAX_BACKLOG:
             self._drop(self._backlog.popleft())
+
+    def _turn_away(self, agent_id: str) -> None:
+        """A new agent. One whose supervisor is shared may go to another, or be its own; an embedded one's has no other."""
+        why = f"no job can be started now: {self.store_error}"
+        if self.info.embedded:
+            self._outgoing.refuse(agent_id, Refusal(1, why))
+        else:
+            self._outgoing.stand_by(agent_id, why)
 
     def _is_new(self, hello: Hello) -> bool:
         """Whether nothing of a job runs on that agent, and no job knows it."""
@@ -410,7 +445,7 @@ class Loop:
         agent = state.agents.get(agent_id) if state is not None else None
         if state is None or agent is None:
             return
-        self._live.hear(report, batch.now.s)
+        self._live.hear(report, batch.now.s, self._clock.monotonic_s())
         if tells_something(state, agent, report):
             if agent.number_commands:
                 self._live.links[agent_id].sent = 0
@@ -453,6 +488,11 @@ def _is_meant(state: JobState, job: JobKey | str) -> bool:
     if isinstance(job, JobKey):
         return state.key == job
     return state.phase is not Phase.ENDED and job in (state.key.job_id, f"{state.key.job_id}.{state.key.run}")
+
+
+def _without_numbers(text: str) -> str:
+    """What stays the same of a reason that counts seconds."""
+    return re.sub(r"\d+", "", text)
 
 
 def _log_fault(error: Exception, one: object) -> None:

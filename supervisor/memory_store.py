@@ -121,10 +121,10 @@ class MemoryStore:
         rows = [row for row in self._kept(TransitionSaved) if (row.kind, row.subject) == (kind, subject)]
         return max(rows, key=lambda row: row.version, default=None)
 
-    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
-        """Stays that are not over, of these boards or on that node."""
-        rows = [row for row in self._kept(SeatSaved) if row.to_us is None]
-        return [row for row in rows if row.uuid in uuids or (row.serial and row.serial in serials) or row.node == node]
+    def open_seats(self) -> list[SeatSaved]:
+        """Stays that are not over."""
+        rows = self.rows.get(SeatSaved, {}).values()
+        return [row for row in rows if isinstance(row, SeatSaved) and row.to_us is None]
 
     def last_node(self, uuid: str) -> str:
         """Where a device was last seen."""

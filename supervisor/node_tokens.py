@@ -17,26 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rsup.supervisor import places
+from rsup.supervisor.hardware.hostlist import expand
 from rsup.supervisor.places import PlaceError
 from rsup.supervisor.wire import RsupError, UsageError
 
 SECRET_NAME = "node-secret"
-_PREFIX = "node."
+PREFIX = "node."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_USAGE = "usage: rsup slurm node-token [--state-dir DIR] NODE...: print the token of each node, one a line, for /etc/rsup/token"
+_USAGE = (
+    "usage: rsup slurm node-token [--state-dir DIR] NODE...: print the token of each node, one a line, for /etc/rsup/token; "
+    "NODE may name several as n[1-40]"
+)
 
 
 def node_token(secret: bytes, node: str) -> str:
     """The token of `node`. Raise `UsageError` for what is no node's name."""
     if not _NAME.fullmatch(node):
         raise UsageError(f"{node!r} is no node name: letters, digits, dots, hyphens and underscores")
-    return f"{_PREFIX}{node}.{hmac.new(secret, node.encode(), hashlib.sha256).hexdigest()}"
+    return f"{PREFIX}{node}.{hmac.new(secret, node.encode(), hashlib.sha256).hexdigest()}"
 
 
 def node_of(secret: bytes, token: str) -> str:
     """The node whose token that is; empty for anything else. Compares in constant time."""
-    node, dot, _ = token.removeprefix(_PREFIX).rpartition(".")
-    if not token.startswith(_PREFIX) or not dot or not token.isascii() or not _NAME.fullmatch(node):
+    node, dot, _ = token.removeprefix(PREFIX).rpartition(".")
+    if not token.startswith(PREFIX) or not dot or not token.isascii() or not _NAME.fullmatch(node):
         return ""
     return node if hmac.compare_digest(node_token(secret, node), token) else ""
 
@@ -100,8 +104,18 @@ def _tokens(words: list[str]) -> list[str]:
     state = places.state_dir(given)
     if not state.is_dir():
         raise UsageError(f"there is no supervisor's state directory {state}; name it with --state-dir")
-    secret = make_secret(state)
-    return [node_token(secret, node) for node in words]
+    secret = read_secret(state)
+    if not secret:
+        raise PlaceError(
+            f"no supervisor has made its nodes' secret in {state} (`rsup serve` does at its start): a token from here would be "
+            "worth nothing; name the supervisor's state directory with --state-dir or RSUP_STATE_DIR"
+        )
+    return [node_token(secret, node) for word in words for node in _nodes(word)]
+
+
+def _nodes(word: str) -> list[str]:
+    """What names no list is left for `node_token` to judge."""
+    return expand(word) if "[" in word or "," in word else [word]
 
 
 if __name__ == "__main__":

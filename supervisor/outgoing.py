@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from rsup.supervisor import wire
 from rsup.supervisor.agent_links import RETRY_S, AgentLink
 from rsup.supervisor.loop_inputs import Transport
+from rsup.supervisor.records import JobKey
 from rsup.supervisor.states import JobState, Role
 from rsup.supervisor.wire import Order, Refusal, StandsBy, SupervisorInfo, Welcome
+
+MAX_STATES = 1024
 
 
 class Outgoing:
@@ -16,6 +19,7 @@ class Outgoing:
         self._transport = transport
         self._info = info
         self._links = links
+        self._silent_of: dict[JobKey, tuple[JobState, list[str], int | None]] = {}
 
     def welcome(self, state: JobState, agent_id: str) -> None:
         """Tell an agent its job, and the last fact that is committed."""
@@ -47,15 +51,18 @@ class Outgoing:
         commands = [command for command in agent.outbox if again or command.sequence > link.sent]
         if commands:
             link.sent, link.sent_s = commands[-1].sequence, now_s
-        self._transport.send(
-            agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands, silent=_silent(state, agent_id))
-        )
+        silent = self._silent(state, agent_id)
+        self._transport.send(agent_id, Order(agent_id, state.epoch, agent.acked_fact, commands, silent=silent))
 
-
-def _silent(state: JobState, agent_id: str) -> list[str]:
-    """Nodes that do not answer, told to the agent that joined first of those that do."""
-    silent = sorted({agent.info.node for agent in state.agents.values() if agent.role is Role.LOST})
-    if not silent:
-        return []
-    _, first = min((agent.joined, other) for other, agent in state.agents.items() if agent.reachable or other == agent_id)
-    return silent if first == agent_id else []
+    def _silent(self, state: JobState, agent_id: str) -> list[str]:
+        """Nodes that do not answer, told to the agent that joined first of those that do. Looked for once for each state: a job
+        of thousands of nodes has thousands of reports each second."""
+        known = self._silent_of.get(state.key)
+        if known is None or known[0] is not state:
+            if len(self._silent_of) >= MAX_STATES:
+                self._silent_of.clear()
+            nodes = sorted({agent.info.node for agent in state.agents.values() if agent.role is Role.LOST})
+            first = min((agent.joined for agent in state.agents.values() if agent.reachable), default=None) if nodes else None
+            known = self._silent_of[state.key] = (state, nodes, first)
+        _, nodes, first = known
+        return nodes if nodes and (first is None or state.agents[agent_id].joined <= first) else []

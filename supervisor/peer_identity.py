@@ -70,13 +70,28 @@ class Peers:
         return bool(groups) and not _group_ids(uid, name).isdisjoint(_gid(group) for group in groups)
 
 
-def check_operators(operators: Sequence[str]) -> None:
-    """Raise `UsageError` for a group that does not exist here: a slip of the pen would lock operators out in silence."""
+def check_operators(operators: Sequence[str]) -> list[str]:
+    """Lines about names that nobody has here: a slip of the pen would lock operators out in silence. They are looked up again
+    whenever somebody comes: a directory of users may be away for a while. Raise `UsageError` for an empty name."""
+    notes = []
     for operator in operators:
-        if not operator.removeprefix("@"):
+        name = operator.removeprefix("@")
+        if not name:
             raise UsageError("operators: an empty name; write user names and @groups")
-        if operator.startswith("@") and _gid(operator[1:]) is None:
-            raise UsageError(f"operators: there is no group {operator[1:]!r} on this host")
+        if operator.startswith("@") and _gid(name) is None:
+            notes.append(f"operators: this host knows no group {name!r} (now), so it makes nobody an operator")
+        elif not operator.startswith("@") and not _is_user(name):
+            notes.append(f"operators: this host knows no user {name!r} (now); a group is written @{name}")
+    return notes
+
+
+def _is_user(name: str) -> bool:
+    number = name.removeprefix("uid-")
+    if number != name and number.isdecimal():
+        return True
+    with contextlib.suppress(KeyError, OSError):
+        return bool(pwd.getpwnam(name))
+    return False
 
 
 def _gid(group: str) -> int | None:

@@ -5,14 +5,16 @@ pyzmq where a key is made.
 
 State directory (`RSUP_STATE_DIR`, else `~/.local/state/rsup`): the store, `token`, `supervisor.json`, results. It may be on
 a network file system. Runtime directory (`$XDG_RUNTIME_DIR/rsup`, else `/tmp/rsup-UID`): sockets, spools, boards; always
-local, 0700, and owned by us.
+local, 0700, and owned by us (`/tmp/rsup-UID-RANDOM` where that name is somebody else's).
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import socket
 import stat
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +48,15 @@ def state_dir(given: str | None = None) -> Path:
         return usual
 
 
+def state_dir_to_read(given: str | None) -> Path:
+    """As `state_dir`. Raise `PlaceError` for one that was named on the command line and that we may not look into: what
+    another supervisor answers must not be taken for its own."""
+    path = state_dir(given)
+    if given and path.is_dir() and not os.access(path, os.X_OK):
+        raise PlaceError(f"cannot look into {path}: Permission denied; ask its supervisor, or name another --state-dir")
+    return path
+
+
 def usual_state_dir() -> Path:
     """Where the state of a user is who says nothing about it."""
     return Path(os.path.abspath(os.path.expanduser("~/.local/state/rsup")))
@@ -66,19 +77,50 @@ def make_state_dir(path: Path) -> Path:
 
 
 def runtime_dir() -> Path:
-    """The runtime directory, created 0700. Raise `PlaceError` if it belongs to somebody else or others may write to it."""
+    """The runtime directory, created 0700. Where the usual one is somebody else's, as in containers with a /tmp in common whose
+    users all are root inside: one of ours beside it. Raise `PlaceError` if there can be none, or others may write to it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base, "rsup") if base and _is_usable(base) else Path(f"/tmp/rsup-{os.getuid()}")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         status = os.lstat(path)
+        if status.st_uid != os.getuid():
+            path = _own_dir_beside(Path(f"/tmp/rsup-{os.getuid()}"))
+            status = os.lstat(path)
+    except FileExistsError:
+        raise PlaceError(f"the runtime directory {path} is no directory; remove it, or set XDG_RUNTIME_DIR") from None
     except OSError as error:
         raise PlaceError(f"cannot make the runtime directory {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_ours(status):
         raise PlaceError(
             f"the runtime directory {path} is not a directory of our own with mode 0700; remove it, or set XDG_RUNTIME_DIR"
         )
     return path
+
+
+def _own_dir_beside(path: Path) -> Path:
+    """`path` with a random ending, always the same one: processes of ours find it by whose it is. Raise OSError."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until_s = time.monotonic() + 1.0  # whoever else holds this lock: two that begin at once are rare
+        while not _lock(folder) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        ours = sorted(found for found in path.parent.glob(f"{path.name}-*") if _is_ours(os.lstat(found)))
+        return ours[0] if ours else Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+    finally:
+        os.close(folder)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _is_usable(base: str) -> bool:

@@ -8,12 +8,16 @@ server for something every `BEAT_S`, in that session, from a thread. `FRESH_S` a
 says nothing more to its agents. Others end a session that has asked for nothing for `STALE_S` by the server's clock
 (`lease_watch`). The question reached the server after it was asked, so the holder is silent for a second before another
 can begin; clocks of hosts are never compared. A session that the server ends is noticed at once, by its socket.
+
+A commit that hangs keeps its caller from saying anything. After `CUT_S` its connection is cut, so that it ends, unless the
+server says that it is at work for it.
 """
 
 import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from dataclasses import asdict, replace
@@ -35,6 +39,8 @@ FRESH_S = 2.5
 STALE_S = 3.5
 UNANSWERED_S = 1.0
 """A question that is out for so long keeps others from using the session; they are told so rather than made to wait."""
+CUT_S = 4.0
+"""Longer than `STALE_S`: by then another has ended a session that the server is not at work for."""
 _DOUBT_WAIT_S = 0.3
 
 _LOCK = f"{LOCK_SPACE}, hashtext(current_schema())"
@@ -44,6 +50,12 @@ HELD_LOCKS = (
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 """Condition on `pg_locks`: the row of the lock, if a session holds it."""
+
+SEEN = (
+    "a.state, a.wait_event_type,"
+    " extract(epoch FROM clock_timestamp() - greatest(a.state_change, a.query_start))::float8 AS silent_s"
+)
+"""Columns of `pg_stat_activity a`: what a session does, and for how long (seconds) it has asked for nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +69,11 @@ class PostgresLease:
         self._connection: Connection | None = None
         self._session: Any = None
         """The driver's connection: errors in the thread must not make SQLAlchemy connect anew, without the lock."""
+        self._engine: Engine | None = None
+        self._server_pid = 0
+        self._said_hang = False
+        self._has_agents = False
+        """Whether somebody waits for our word; a command may take its time for a transaction."""
         self._mutex = threading.RLock()
         self._used_s = 0.0
         self._asked_s: float | None = None
@@ -80,6 +97,7 @@ class PostgresLease:
             raise
         with self._mutex:
             self._connection, self._session, self._confirmed_s = connection, session, began_s
+            self._engine, self._server_pid = engine, int(session.info.backend_pid) if session is not None else 0
         if self._thread is None:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._beat_on, name="rsup-lease", daemon=True)
@@ -96,6 +114,11 @@ class PostgresLease:
                 )
                 connection.execute(text("SELECT pg_sleep(0.2)"))
                 locked = connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar()
+                if not locked:
+                    raise StoreError(
+                        f"the database {self._database} does not end an earlier session of this supervisor, which holds the "
+                        "lease: is that process of the server stopped, or its disk stuck?"
+                    )
             if not locked:
                 raise held_error(self._database, record)
         connection.commit()
@@ -123,6 +146,8 @@ class PostgresLease:
         if self.is_broken:
             return f"the connection to the database {self._database} broke: another supervisor may have taken over"
         asked_s = self._asked_s
+        if self._wake_fd < 0:
+            return self._unanswered()
         if asked_s is None or _clock_s() - asked_s < _DOUBT_WAIT_S:
             self._answered.clear()
             os.eventfd_write(self._wake_fd, 1)
@@ -137,6 +162,7 @@ class PostgresLease:
     def announce(self, rpc: str, rest: str) -> None:
         """Say where the holder answers. Raise a database error."""
         self._record = replace(self._record, rpc=rpc, rest=rest)
+        self._has_agents = True
         self.write_holder()
 
     def write_holder(self) -> None:
@@ -153,6 +179,10 @@ class PostgresLease:
         if self._thread is not None:
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join(timeout=1)
+        self.leave_session()
+
+    def leave_session(self) -> None:
+        """Unlock, while the server answers; whoever has the connection closes it."""
         session, self._session = self._session, None
         if session is None or session.closed or self._asked_s is not None:
             return
@@ -189,7 +219,11 @@ class PostgresLease:
             self._answered.set()
 
     def _beat(self, only_if_readable: bool) -> None:
-        with self._mutex:
+        if not self._mutex.acquire(timeout=BEAT_S):
+            self._used_for_long()
+            return
+        try:
+            self._said_hang = False
             session = self._session
             if session is None:
                 return
@@ -208,6 +242,34 @@ class PostgresLease:
                 self._session = None
             finally:
                 self._asked_s = None
+        finally:
+            self._mutex.release()
+
+    def _used_for_long(self) -> None:
+        """The loop sits in a commit, and can neither log nor answer."""
+        session = self._session
+        if session is None or self._is_fresh() or not self._has_agents:
+            return
+        if not self._said_hang:
+            self._said_hang = True
+            _log.error("%s", self._unanswered())
+        if _clock_s() - self._confirmed_s < CUT_S or self._is_worked_for():
+            return
+        with contextlib.suppress(Exception):  # of the driver, where the session has ended by now
+            wire = socket.socket(fileno=os.dup(session.fileno()))
+            wire.shutdown(socket.SHUT_RDWR)
+            wire.close()
+
+    def _is_worked_for(self) -> bool:
+        """Whether the server says that it hears our session or is at work for it: it may be slow, and has to be waited for."""
+        assert self._engine is not None
+        with contextlib.suppress(Exception), self._engine.connect() as connection:
+            found = connection.exec_driver_sql(
+                f"SELECT {SEEN} FROM pg_stat_activity a WHERE a.pid = {self._server_pid}"
+            ).first()
+            at_work = found is not None and found.state == "active" and found.wait_event_type != "Client"
+            return at_work or (found is not None and (found.silent_s is None or found.silent_s < STALE_S))
+        return False
 
     def _is_fresh(self) -> bool:
         return self._session is not None and _clock_s() - self._confirmed_s < FRESH_S

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from rsup.supervisor import places
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
 from rsup.supervisor.render import paint_for, terminal_width
 from rsup.supervisor.request_outcome import outcome
+from rsup.supervisor.slurm_stories import story_sources
 from rsup.supervisor.wire import UsageError
 
 WATCH_INTERVAL_S = 1.0
@@ -89,7 +89,8 @@ def count(text: str) -> int:
 
 def sources_of(arguments: argparse.Namespace) -> Sources:
     """Where a query with `--state-dir` and `--supervisor` gets its answers."""
-    return Sources(places.state_dir(arguments.state_dir), arguments.supervisor, note=_note)
+    job = getattr(arguments, "job", None) or getattr(arguments, "case", None) or ""
+    return story_sources(arguments.state_dir, arguments.supervisor, _note, job)
 
 
 def _note(text: str) -> None:
@@ -107,7 +108,7 @@ def print_json(content: object, indent: int | None = 2) -> None:
 def _jobs(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.status_text import jobs_text
 
-    found = sources_of(arguments).read(lambda source: source.jobs(arguments.limit, arguments.state, arguments.owner))
+    found = sources_of(arguments).jobs(arguments.limit, arguments.state, arguments.owner)
     if arguments.json:
         print_json(found)
     elif not found and (arguments.state or arguments.owner):
@@ -125,7 +126,7 @@ def _pinned(sources: Sources, given: str | None) -> JobName:
 
 def _asked(sources: Sources, given: str | None) -> JobName:
     """The job as it was given, else the newest."""
-    return JobName("", "", given) if given else sources.read(lambda source: source.newest())
+    return JobName("", "", given) if given else sources.newest()
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -244,7 +244,7 @@ class StoreSource:
         """The answer to a question about devices or nodes."""
         with self._reading() as connection:
             if connection is None:
-                raise QueryError(f"{self._state} has no history yet: nothing was launched with it")
+                raise QueryError(f"{self._state} has no history yet: nothing was launched with it{self._of_slurm_jobs()}")
             return question.read(connection)
 
     def cases(self, job: JobName | None, limit: int, verdict: str) -> list[Json]:
@@ -269,6 +269,10 @@ class StoreSource:
             except (UnknownCase, AmbiguousCase) as error:
                 raise QueryError(str(error)) from None
 
+    def _of_slurm_jobs(self) -> str:
+        there = (self._state / "slurm").is_dir()
+        return f"; what SLURM jobs found is in {self._state}/slurm/CLUSTER-JOB, see `rsup db merge`" if there else ""
+
     def _find(self, connection: "Connection", job: JobName) -> "FoundJob":
         from rsup.supervisor.job_selector import find_job
 
@@ -286,7 +290,11 @@ class StoreSource:
         """A connection to the store, None where there is none yet."""
         from rsup.supervisor.database import describe, find_database
 
-        usual = find_database(self._state)
+        try:
+            usual = find_database(self._state)
+        except PermissionError as error:
+            text = f"cannot look into {self._state}: {error.strerror}; ask a supervisor, or set RSUP_STATE_DIR"
+            raise QueryError(text) from None
         with contextlib.ExitStack() as stack:
             trouble: RsupError | None = None
             try:
@@ -308,7 +316,11 @@ def _connected(target: "Target") -> "Iterator[Connection | None]":
     from rsup.supervisor.schema import check_revision, read_revision
 
     place = split_target(target)
-    if isinstance(place, Path) and not place.exists():
+    try:
+        is_missing = isinstance(place, Path) and not place.exists()
+    except OSError as error:
+        raise QueryError(f"the store {describe(target)} cannot be read: {error.strerror}") from None
+    if is_missing:
         yield None
         return
     engine = reader_engine(target)
@@ -370,6 +382,22 @@ class Sources:
                 self._note(f"{error}; reading the store")
         return question(StoreSource(self._state, self._note_once))
 
+    def jobs(self, limit: int, state: str, owner: str) -> list[Json]:
+        """The newest jobs."""
+        return self.read(lambda source: source.jobs(limit, state, owner))
+
+    def cases(self, limit: int, verdict: str) -> list[Json]:
+        """The newest cases of all jobs."""
+        return self.read(lambda source: source.cases(None, limit, verdict))
+
+    def newest(self) -> JobName:
+        """The newest job: one's own if there is any."""
+        return self.read(lambda source: source.newest())
+
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Notes go there from now on."""
+        self._note = note
+
     def _note_once(self, text: str) -> None:
         if text not in self._notes:
             self._notes.add(text)
@@ -404,7 +432,7 @@ class Sources:
         if file is None:
             named = os.environ.get("RSUP_SUPERVISOR", "").split(",")
             found += [places.rest_socket_beside(address.strip()) for address in named]
-            if not (self._state / "rsup.db").exists():
+            if not os.path.exists(self._state / "rsup.db"):  # a directory that is not ours to look into has none for us
                 folder = Path(os.environ.get("RSUP_SOCKET_DIR") or places.SYSTEM_SOCKET_DIR)
                 found.append(folder / places.REST_SOCKET)
         return next((path for path in found if path is not None and can_connect(path)), None)
@@ -424,10 +452,10 @@ class Sources:
             return self._url
         file = places.read_supervisor_file(self._state)
         if file is None:
-            raise NoAnswer("no supervisor runs")
+            raise NoAnswer(_nobody_runs())
         here = (file.host, file.boot_id) == (places.this_host(), places.boot_id())
         if here and (process_start_ticks(file.pid) or -1) != file.start_ticks:
-            raise NoAnswer("no supervisor runs")
+            raise NoAnswer(_nobody_runs())
         if not file.rest:
             raise NoAnswer(f"the supervisor (pid {file.pid} on {file.host}) serves no page")
         if not here and urlsplit(file.rest).hostname in LOOPBACK:
@@ -449,6 +477,17 @@ class Sources:
 def name_of(job: Json) -> JobName:
     """What names exactly that run of that job. A run of 1 is written too, since a newer one may come meanwhile."""
     return JobName(job["cluster"], job["owner"], f"{job['id']}.{job['run']}")
+
+
+def _nobody_runs() -> str:
+    """Whoever has a shared supervisor in mind must not take an own, empty store for its word."""
+    named = os.environ.get("RSUP_SUPERVISOR", "")
+    if not named:
+        folder = os.environ.get("RSUP_SOCKET_DIR", "")
+        return f"no supervisor answers in RSUP_SOCKET_DIR={folder}" if folder else "no supervisor runs"
+    if "ipc://" in named:
+        return f"the supervisor of RSUP_SUPERVISOR={named} does not answer"
+    return f"RSUP_SUPERVISOR={named} answers launches only: set RSUP_SUPERVISOR_URL=http://HOST:PORT of that supervisor"
 
 
 def _detail(error: HTTPError) -> str:

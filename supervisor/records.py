@@ -341,8 +341,7 @@ class DrainNoted(Struct, frozen=True, tag=True):
     node: str
     at_us: int
     what: str
-    """`admitted`, `cleared`, `wanted`, `unwanted`, `drained`, `undrained`, `reserved`, `unreserved`, `weighted`, `unweighted`,
-    `resumed`, `yielded`."""
+    """One of `slurm.node_log.NOTES`."""
     number: int = 0
     """Of `admitted`: of the refusal, as people read it (`Q-17`); of `weighted`: the node's own weight."""
     reason: str = ""

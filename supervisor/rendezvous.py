@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from rsup.supervisor import records
 from rsup.supervisor.actions import SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.adoption import adopt, is_ahead, runs_nothing
 from rsup.supervisor.attempt_end import allow_time_to_end, blocked_for_s, end_job, fail_attempt, give_up_blocked
-from rsup.supervisor.attempt_start import adopt, begin_attempt
+from rsup.supervisor.attempt_start import begin_attempt
 from rsup.supervisor.devices_known import badness, devices_known
 from rsup.supervisor.events import AgentJoined, Now
 from rsup.supervisor.fault_evidence import lost_node_evidence
@@ -101,7 +102,7 @@ def agent_joined(turn: Turn, event: AgentJoined) -> None:
         _greet_after_end(turn, agent_id)
     elif agent is not None and agent.dead:
         turn.act(SendRefusal(agent_id, 1, f"this agent ({agent_id}) has been reported dead by its companion; start it again"))
-    elif hello.attempt and _is_ahead(turn.state, hello):
+    elif hello.attempt and is_ahead(turn.state, hello):
         adopt(turn, hello)
         turn.act(SendWelcome(agent_id))
     elif agent is None:
@@ -120,14 +121,6 @@ def _keeper_speaks(turn: Turn, agent_id: str, agent: AgentState | None) -> None:
         turn.act(SendRefusal(agent_id, 1, f"agent {agent_id} is not of job {turn.state.key.job_id}"))
     else:
         turn.act(SendWelcome(agent_id))
-
-
-def _is_ahead(state: JobState, hello: Hello) -> bool:
-    """Whether this agent runs something that we know nothing of: our memory is gone or older than the job."""
-    if hello.epoch > state.epoch:
-        return True
-    same = hello.epoch == state.epoch and hello.attempt == state.attempt
-    return same and state.adopted and hello.agent.agent_id not in state.agents
 
 
 def _greet_after_end(turn: Turn, agent_id: str) -> None:
@@ -216,6 +209,7 @@ def _returned(turn: Turn, hello: Hello, agent: AgentState) -> None:
         turn.see_node(agent_id)
     elif agent.role is Role.LOST:
         found(turn, agent_id)
+    runs_nothing(turn, hello)
     turn.act(SendWelcome(agent_id))
     if turn.state.agents[agent_id].outbox:
         turn.act(SendOrder(agent_id))

@@ -46,6 +46,9 @@ class RestThread:
             raise PageError(f"cannot serve REST at {endpoint}: {error.strerror}; choose another --listen") from None
         port = self._socket.getsockname()[1]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        public = places.this_host() if host in ("0.0.0.0", "::", "*", "") else host
+        self.public_address = f"http://[{public}]:{port}" if ":" in public else f"http://{public}:{port}"
+        """The address for other hosts: one that stands for all of ours is nobody's there."""
         self._thread: threading.Thread | None = None
         self._stop_server: Callable[[], None] | None = None
         self._bound_s = time.monotonic()

@@ -118,8 +118,8 @@ class LoopView:
         return time.monotonic() - self._turns.turned_s
 
     def store_error(self) -> str:
-        """Why the store cannot be written now, empty if it can."""
-        return self._turns.loop.store_error
+        """Why the store cannot be written now, or another may do so in our place by now; empty if neither."""
+        return self._turns.loop.store_error or self._turns.loop.lease_doubt()
 
     def counters(self) -> Mapping[str, float]:
         """Numbers for `/metrics`."""

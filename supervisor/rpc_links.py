@@ -5,6 +5,7 @@ property, so an address has it or not: with a key known (`places.link_key`) ever
 for one job, and only that job's messages may come through it (DESIGN.md section 12).
 """
 
+import contextlib
 import errno
 import hmac
 import ipaddress
@@ -20,9 +21,13 @@ from rsup.supervisor.places import LinkKey, split_endpoint, tcp_address
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.wire import RsupError
 
-RECEIVE_QUEUE_MESSAGES = 256
-SEND_QUEUE_MESSAGES = 256
+RECEIVE_QUEUE_MESSAGES = 32
+SEND_QUEUE_MESSAGES = 64
+"""Of each agent, and those of thousands may wait while the loop is busy: 32 `Hello` each of 2,048 agents are 0.1 GB. What finds
+no room waits with the agent, which keeps its facts until they are acknowledged."""
 _BACKLOG = 1024
+_ZMQ_ZERO_COPY_RECV = 10
+"""In libzmq's `zmq.h`; pyzmq does not name it."""
 
 
 class ListenError(RsupError):
@@ -51,6 +56,13 @@ def is_astray(link: Link, rdzv_id: str) -> bool:
     return bool(link.groups) and rdzv_id.startswith(wire.SLURM_GROUP) and rdzv_id not in link.groups
 
 
+def keep_messages_small(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """Copy each message into memory of its own. By default one keeps the 8 KiB alive that were read with it, for as long as it
+    waits; with thousands of agents whose small messages wait that is more than a GB."""
+    with contextlib.suppress(zmq.ZMQError):  # libzmq before 4.3 does not know it
+        context.set(_ZMQ_ZERO_COPY_RECV, 0)
+
+
 def make_router(context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey | None, *, ipv6: bool) -> "zmq.Socket[bytes]":
     """An unbound ROUTER with our bounds: it never blocks, says when a peer is unknown, and lets an agent's new connection
     replace its old one. `ipv6`: the address is one, or all addresses."""
@@ -73,12 +85,13 @@ def make_router(context: "zmq.Context[zmq.Socket[bytes]]", key: LinkKey | None, 
     return router
 
 
-def bind(router: "zmq.Socket[bytes]", address: str) -> str:
-    """Bind; return the address with the port that was found where 0 was asked for. Raise `ListenError`."""
+def bind(router: "zmq.Socket[bytes]", address: str, setting: str = "--rdzv-endpoint") -> str:
+    """Bind; return the address with the port that was found where 0 was asked for. Raise `ListenError`, which names the
+    `setting` to change."""
     try:
         router.bind(address)
     except zmq.ZMQError as error:
-        raise _listen_error(address, error) from None
+        raise _listen_error(address, error, setting) from None
     return router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
 
@@ -101,15 +114,16 @@ def bindable_address(endpoint: str) -> str:
     return tcp_address(address, port)
 
 
-def _listen_error(address: str, error: zmq.ZMQError) -> ListenError:
+def _listen_error(address: str, error: zmq.ZMQError, setting: str) -> ListenError:
     if not address.startswith("tcp://"):
         return ListenError(f"cannot listen on {address}: {error.strerror}; set XDG_RUNTIME_DIR to a local directory of yours")
     host, port = split_endpoint(address.removeprefix("tcp://"))
     if error.errno == errno.EADDRINUSE:
-        return ListenError(f"port {port} of {host} is in use; choose another --rdzv-endpoint")
+        return ListenError(f"port {port} of {host} is in use; choose another {setting}")
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return ListenError(f"{host} is no address of this host; give --rdzv-endpoint an address of the first node")
-    return ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --rdzv-endpoint")
+        whose = "the first node" if setting == "--rdzv-endpoint" else "this host"
+        return ListenError(f"{host} is no address of this host; give {setting} an address of {whose}")
+    return ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {setting}")
 
 
 class KeyCheck:

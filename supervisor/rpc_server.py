@@ -33,7 +33,8 @@ from rsup.supervisor.records import JobKey
 from rsup.supervisor.rpc_links import KeyCheck, Link
 from rsup.supervisor.wire import Hello, MessageError, Refusal, RsupError, ToAgent, ToSupervisor, Welcome
 
-MAX_MESSAGES_A_LINK = 256
+MAX_MESSAGES_A_LINK = 8192
+"""Read in one call; what is handed on of them is what says something new (`_is_superseded`)."""
 MAX_WAITING_REQUESTS = 256
 _LOG_EVERY_S = 60.0
 _MAX_IDENTITY_BYTES = 128
@@ -73,6 +74,8 @@ class RpcCounters:
     dropped: int = 0
     """Messages to agents that were not there or did not read."""
     refused: int = 0
+    superseded: int = 0
+    """Messages of agents that had said more by the time they were read."""
 
 
 class RpcServer:
@@ -83,6 +86,8 @@ class RpcServer:
         self.counters = RpcCounters()
         self.known_agent: Callable[[str], Known | None] = lambda agent_id: None
         """Asked of every agent that this server has not let in itself: what the store's jobs know of it."""
+        self.has_read_all = True
+        """Whether the last `receive` has left no message unread that had come."""
         self._admission = admission
         self._let_in: dict[str, Known] = {}
         self._asked: deque[tuple[Connection, Hello, Admitted | Refusal]] = deque()
@@ -91,6 +96,7 @@ class RpcServer:
         self._key = key
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
+        rpc_links.keep_messages_small(self._context)
         self._key_check = KeyCheck(self._context, key, admits_others=admits_others) if key is not None else None
         self._links: dict[str, Link] = {}
         self._route: dict[str, Connection] = {}
@@ -114,16 +120,16 @@ class RpcServer:
         """
         if address.startswith("tcp:") and self._key is None:
             raise rpc_links.ListenError(f"listening on {address} for all jobs needs a key: --key-file or RSUP_KEY_FILE")
-        return self._add(address, address, open_link=False)
+        return self._add(address, address, open_link=False, setting="--rpc")
 
-    def listen(self, endpoint: str) -> str:
+    def listen(self, endpoint: str, setting: str = "--rdzv-endpoint") -> str:
         """Answer at `host:port` too, for other nodes of a job: with the key where there is one, else as an open link.
 
         May be repeated. Return the ZeroMQ address. Raise `ListenError`, e.g. `port 29400 of HOST is in use; choose ...`.
         """
         if endpoint in self._links:
             return self._links[endpoint].address
-        return self._add(endpoint, rpc_links.bindable_address(endpoint), open_link=self._key is None)
+        return self._add(endpoint, rpc_links.bindable_address(endpoint), open_link=self._key is None, setting=setting)
 
     def set_jobs(self, endpoint: str, jobs: Sequence[JobKey], groups: Sequence[str] = ()) -> None:
         """Which jobs the endpoint of `listen` is for, oldest first, and their rendezvous ids."""
@@ -147,12 +153,12 @@ class RpcServer:
         """Every address that is answered."""
         return [link.address for link in self._links.values()]
 
-    def _add(self, name: str, address: str, *, open_link: bool) -> str:
+    def _add(self, name: str, address: str, *, open_link: bool, setting: str) -> str:
         tcp = address.startswith("tcp:")
         ipv6 = address.startswith(("tcp://[", "tcp://*"))
         router = rpc_links.make_router(self._context, self._key if tcp else None, ipv6=ipv6)
         try:
-            bound = rpc_links.bind(router, address)
+            bound = rpc_links.bind(router, address, setting)
         except RsupError:
             router.close(linger=0)
             raise
@@ -186,6 +192,7 @@ class RpcServer:
 
     def receive(self, timeout_s: float) -> list[Received]:
         """Wait up to `timeout_s` for messages or requests; return the messages (a bounded number a call)."""
+        self.has_read_all = False
         try:
             ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         except zmq.ZMQError as error:
@@ -203,32 +210,50 @@ class RpcServer:
             if (message := self._decide(place, hello, answer)) is not None:
                 self.counters.received += 1
                 received.append(message)
+        self.has_read_all = True
         for link in list(self._links.values()):
-            if link.socket in ready:
-                self._receive_from(link, received)
+            if link.socket in ready and not self._receive_from(link, received):
+                self.has_read_all = False
         return received
 
-    def _receive_from(self, link: Link, received: list[Received]) -> None:
+    def _receive_from(self, link: Link, received: list[Received]) -> bool:
+        """Whether all was read."""
+        waiting: list[tuple[zmq.Frame, bytes, ToSupervisor]] = []
+        newest: dict[bytes, int] = {}
+        has_read_all = False
         for _ in range(MAX_MESSAGES_A_LINK):
             try:
                 first = link.socket.recv(zmq.DONTWAIT, copy=False)
                 frames = link.socket.recv_multipart(zmq.DONTWAIT) if first.more else []
             except zmq.Again:
-                return
+                has_read_all = True
+                break
             try:
-                message = self._admit(link, first, frames)
+                identity, message = _read(first, frames)
             except MessageError as error:
                 self._count_bad(link, str(error))
                 continue
-            if message is not None:
+            before = newest.get(identity)
+            if before is not None and _is_superseded(waiting[before][2], message):
+                waiting[before] = (first, identity, message)
+                self.counters.superseded += 1
+            else:
+                newest[identity] = len(waiting)
+                waiting.append((first, identity, message))
+        for first, identity, message in waiting:
+            try:
+                admitted = self._admit(Connection(link, identity), first, message)
+            except MessageError as error:
+                self._count_bad(link, str(error))
+                continue
+            if admitted is not None:
                 self.counters.received += 1
-                received.append(message)
+                received.append(admitted)
+        return has_read_all
 
-    def _admit(self, link: Link, first: zmq.Frame, frames: list[bytes]) -> Received | None:
-        """The message in `frames`, None if it was answered, ignored or put off here. Raise `MessageError` if it is none."""
-        if len(frames) != 1:
-            raise MessageError(f"a message of {1 + len(frames)} frames")
-        place, message = Connection(link, _identity(first.bytes)), rpc_decoding.decode(frames[0])
+    def _admit(self, place: Connection, first: zmq.Frame, message: ToSupervisor) -> Received | None:
+        """`message`, None if it was answered, ignored or put off here. Raise `MessageError` if it may not be said there."""
+        link = place.link
         if isinstance(message, Hello):
             return self._hello(place, first, message)
         agent_id = message.agent_id
@@ -396,6 +421,24 @@ class RpcServer:
             if link.address.startswith("ipc://"):
                 Path(link.address.removeprefix("ipc://")).unlink(missing_ok=True)
         os.close(self._wake_fd)
+
+
+def _read(first: zmq.Frame, frames: list[bytes]) -> tuple[bytes, ToSupervisor]:
+    """Who has sent a message, and what it is. Raise `MessageError` for none."""
+    if len(frames) != 1:
+        raise MessageError(f"a message of {1 + len(frames)} frames")
+    return _identity(first.bytes), rpc_decoding.decode(frames[0])
+
+
+def _is_superseded(before: ToSupervisor, message: ToSupervisor) -> bool:
+    """Whether `before`, which waits unread, says nothing that the same connection's next message does not say too. Agents
+    repeat their `Hello` and report each second, so a loop that was busy would have ever more to do than it can."""
+    if isinstance(before, Hello) and isinstance(message, Hello):
+        return before == message or msgspec.structs.replace(before, credential=message.credential) == message
+    if isinstance(before, wire.Report) and isinstance(message, wire.Report):
+        newer = before.epoch <= message.epoch and before.acked_command <= message.acked_command
+        return newer and before.agent_id == message.agent_id and not before.facts and bool(message.beats or not before.beats)
+    return False
 
 
 def _identity(frame: bytes) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, insert, inspect, select
 
 from rsup.supervisor import tables
+from rsup.supervisor.database import describe
 from rsup.supervisor.store import StoreDamaged, StoreTooNew, StoreTooOld
 
 
@@ -24,7 +25,7 @@ def read_revision(connection: Connection) -> str | None:
     if tables.alembic_version.name in names:
         revision = connection.execute(select(tables.alembic_version.c.version_num)).scalar()
     if revision is None:
-        place = connection.engine.url.render_as_string() if connection.dialect.name != "sqlite" else _file_of(connection)
+        place = describe(connection.engine.url) if connection.dialect.name != "sqlite" else _file_of(connection)
         raise StoreDamaged(f"the database {place} is not rsup's: it has tables but no schema version; choose another")
     return str(revision)
 

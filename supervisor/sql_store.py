@@ -14,8 +14,8 @@ from sqlalchemy import URL, Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from rsup.supervisor import retention, schema, tables
-from rsup.supervisor.database import Target, describe, postgres_writer, split_target, sqlite_writer
-from rsup.supervisor.database_errors import translated
+from rsup.supervisor.database import Target, describe, postgres_writer, reconnect_quickly, split_target, sqlite_writer
+from rsup.supervisor.database_errors import READ_ONLY_STATE, translated
 from rsup.supervisor.hardware import hardware_rows
 from rsup.supervisor.lease import FileLease, Lease, LeaseHolder, Timing
 from rsup.supervisor.network_copy import CopyThread
@@ -111,9 +111,9 @@ class SqlStore:
         """See `store.Store`."""
         return self._run(lambda connection: hardware_rows.last_transition(connection, kind, subject))
 
-    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
+    def open_seats(self) -> list[SeatSaved]:
         """See `store.Store`."""
-        return self._run(lambda connection: hardware_rows.open_seats(connection, uuids, serials, node))
+        return self._run(hardware_rows.open_seats)
 
     def last_node(self, uuid: str) -> str:
         """See `store.Store`."""
@@ -190,12 +190,26 @@ class SqlStore:
                 self._connection = None
             return self._run_once(work)
 
+    def _leave_session(self) -> None:
+        """A session that may only read stays so, whatever becomes of the database: the next attempt is to have another."""
+        assert self._connection is not None
+        if isinstance(self.lease, PostgresLease):
+            self.lease.leave_session()
+        self._connection.invalidate()
+        self._connection.close()
+        self._connection = None
+
     def _run_once(self, work: Callable[[Connection], _Result]) -> _Result:
         assert not self._closed, "the store is closed"
         if self._connection is None:
             self._connection = self._connect()
-        with self._guard, self._connection.begin():
-            return work(self._connection)
+        try:
+            with self._guard, self._connection.begin():
+                return work(self._connection)
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) == READ_ONLY_STATE:
+                self._leave_session()
+            raise
 
 
 def _open_local(path: Path, holder: LeaseHolder, may_migrate: bool) -> SqlStore:
@@ -228,6 +242,7 @@ def _open_postgres(url: URL, holder: LeaseHolder, *, may_migrate: bool = False) 
     name = describe(url)
     lease = PostgresLease(name, holder)
     store = SqlStore(name, lease, lambda: lease.take(engine), guard=lease)
+    reconnect_quickly(engine)
     try:
         revision = store.change(schema.read_revision)
         if may_migrate and revision is not None and revision in tables.REVISIONS[:-1]:

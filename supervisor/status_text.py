@@ -1,6 +1,7 @@
 """`rsup jobs` and `rsup status` for people: text from the dicts of `views`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from rsup.supervisor.case_text import cases_text
@@ -23,7 +24,9 @@ def jobs_text(jobs: Sequence[Json], width: int | None = None, paint: Paint = PLA
     """A table of jobs, newest first."""
     if not jobs:
         return "no jobs yet: start one with `rsup launch`"
-    headings = ("JOB", "OWNER", "STATE", "EXIT", "ITERATION", "ATTEMPTS", "INCIDENTS", "CREATED", "REASON")
+    is_of_slurm = any(job.get("state_dir") for job in jobs)
+    headings = ["JOB", "OWNER", "STATE", "EXIT", "ITERATION", "ATTEMPTS", "INCIDENTS", "CREATED", "REASON"]
+    headings[-1:-1] = ["STATE DIRECTORY"] * is_of_slurm
     rows = [
         (
             job["name"],
@@ -34,11 +37,16 @@ def jobs_text(jobs: Sequence[Json], width: int | None = None, paint: Paint = PLA
             job.get("num_attempts"),
             job.get("num_incidents"),
             moment(job.get("created")),
+            *[_below_slurm(job.get("state_dir"))] * is_of_slurm,
             job.get("reason"),
         )
         for job in jobs
     ]
     return table(headings, rows, width, right=(3, 4, 5, 6), paint=paint)
+
+
+def _below_slurm(state_dir: str | None) -> str:
+    return f"slurm/{PurePath(state_dir).name}" if state_dir else ""
 
 
 def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) -> str:

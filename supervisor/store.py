@@ -63,8 +63,8 @@ class Store(Protocol):
         """The newest change of its state."""
         ...
 
-    def open_seats(self, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
-        """Stays that are not over, of these boards or on that node."""
+    def open_seats(self) -> list[SeatSaved]:
+        """Every stay of a device that is not over."""
         ...
 
     def last_node(self, uuid: str) -> str:

@@ -66,12 +66,16 @@ class Turn:
 
     def tell(self, text: str, *also: str) -> None:
         """Say a sentence on the terminal of the job's first node that answers, and on those of the agents in `also`."""
+        for agent_id in dict.fromkeys((self.first_answering(), *also)):
+            if agent_id:
+                self.act(SendNotice(agent_id, text))
+
+    def first_answering(self) -> str:
+        """The agent of the job's first node that answers; empty if none does."""
         answering = [
             (a.group_rank < 0, a.group_rank, a.joined, agent_id) for agent_id, a in self.state.agents.items() if a.reachable
         ]
-        first = [min(answering)[-1]] if answering else []
-        for agent_id in dict.fromkeys((*first, *also)):
-            self.act(SendNotice(agent_id, text))
+        return min(answering)[-1] if answering else ""
 
     def log(
         self,

@@ -247,6 +247,8 @@ class AgentInfo(Struct, frozen=True):
     """What is installed on this node, of those names that must be alike on all: `python`, `torch`, `nccl`."""
     principal: str = ""
     """Whose agent it is, set by the supervisor that let it in; empty where nobody was asked."""
+    pid_namespace: int = 0
+    """In which `pid` and the processes of its ranks have their numbers (`heartbeat_board.pid_namespace`). 0: unknown."""
 
 
 class JobResult(Struct, frozen=True):
@@ -705,6 +707,15 @@ class RankBeat(Struct, frozen=True, array_like=True):
     phase: str = ""
 
 
+class RunningAttempt(Struct, frozen=True):
+    """What `StartAttempt` told an agent of the attempt that it runs: for a supervisor whose store does not know it."""
+
+    first_rank: int
+    group_rank: int
+    world_size: int
+    num_nodes: int
+
+
 class Hello(Struct, frozen=True, tag=True):
     """First message of an agent, and again after every reconnect."""
 
@@ -721,6 +732,8 @@ class Hello(Struct, frozen=True, tag=True):
     run: int = 0
     credential: str = ""
     """Over TCP, who this agent is: `bearer TOKEN` (with a key only) or `munge CREDENTIAL`; empty where it has neither."""
+    running: RunningAttempt | None = None
+    """More about `attempt`."""
 
 
 class Report(Struct, frozen=True, tag=True):

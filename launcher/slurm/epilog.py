@@ -22,13 +22,20 @@ from rsup.launcher.slurm.told import read_told
 
 TIME_BOX_S = 4
 NVML_WITHIN_S = 2.5
+USAGE = """usage: rsup slurm epilog
+
+For SLURM's Epilog, as root: spools how the job of SLURM_JOB_ID ended and what happened to its GPUs while it ran. Takes no
+arguments. Exit code 0 whatever happens, since SLURM would drain the node; 2 for wrong usage."""
 
 
 def main(words: Sequence[str]) -> int:
     """The verb. Never raises."""
     if words:
         wants_help = words[0] in ("-h", "--help")
-        print(__doc__ if wants_help else f"rsup slurm epilog: takes no arguments, not {words[0]!r}", file=sys.stderr)
+        if wants_help:
+            print(USAGE)
+        else:
+            print(f"rsup slurm epilog: takes no arguments, not {words[0]!r}", file=sys.stderr)
         return 0 if wants_help else 2
     signal.signal(signal.SIGALRM, lambda number, frame: os._exit(0))
     signal.setitimer(signal.ITIMER_REAL, TIME_BOX_S)
@@ -49,7 +56,7 @@ def collect(environ: Mapping[str, str]) -> None:
     start = read_start(places, job)
     gpus = start["gpus"] if start and start["boot_id"] == boot else list(_gpus_now(environ, places, boot))
     spool = NodeSpool(places.spool)
-    spool.add(_job_end(environ, job, node, gpus))
+    spool.add(_job_end(environ, job, node, gpus, start["gate_s"] if start else None))
     since = start["sequence"] if start and start["boot_id"] == boot else None
     if gpus:
         for event in _hardware_events(places, node, boot, job, gpus, since):
@@ -82,14 +89,14 @@ def _gpus_now(environ: Mapping[str, str], places: NodePlaces, boot: str) -> tupl
         return ()
 
 
-def _job_end(environ: Mapping[str, str], job: str, node: str, gpus: Sequence[str]) -> NodeEvent:
+def _job_end(environ: Mapping[str, str], job: str, node: str, gpus: Sequence[str], gate_s: float | None) -> NodeEvent:
     """SLURM_JOB_EXIT_CODE is what wait() gives, SLURM_JOB_EXIT_CODE2 is `exit:signal`."""
     restarts = environ.get("SLURM_JOB_RESTART_COUNT", "0")
     exit_text = environ.get("SLURM_JOB_EXIT_CODE2", "")
     first = exit_text.partition(":")[0]
     detail = f"exit {exit_text or 'unknown'}, GPUs {' '.join(gpus) or 'none'}, restarts {restarts}"
     key = f"job-end:{environ.get('SLURM_CLUSTER_NAME', '')}:{job}:{restarts}:{node}"
-    return NodeEvent(key, now_us(), "job-end", None, int(first) if first.isdecimal() else None, detail, job)
+    return NodeEvent(key, now_us(), "job-end", None, int(first) if first.isdecimal() else None, detail, job, gate_s)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ launch's true code, which srun may have changed."""
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,10 +44,14 @@ def main(words: Sequence[str]) -> int:
 def read_outcome(path: Path) -> Outcome:
     """What a result file says. Raise `NoResult`."""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("a pipe, a device or a directory")
             content = json.loads(file.read(MAX_BYTES))
         code = int(content["exit_code"])
-        return Outcome(code, nodes_to_avoid(content)) if 0 <= code <= 255 else Outcome(1)
+        if not 0 <= code <= 255:
+            raise ValueError("no exit code of a process")
+        return Outcome(code, nodes_to_avoid(content))
     except OSError as error:
         why = error.strerror or "cannot be read"
         raise NoResult(f"{path}: {why}; the launch has not ended by itself, and SLURM is told nothing") from None

@@ -29,7 +29,7 @@ from rsup.launcher.slurm.node_settings import (
     read_settings,
     read_trusted,
 )
-from rsup.launcher.slurm.snapshot_file import MAX_SNAPSHOT_BYTES, public_key_of, read_snapshot
+from rsup.launcher.slurm.snapshot_file import MAX_SNAPSHOT_BYTES, NotPublic, public_key_of, read_snapshot
 
 EXIT_ACCEPT, EXIT_REFUSE, EXIT_USAGE, EXIT_UNDECIDED = 0, 1, 2, 75
 FIRST_BOX_S = 4.0
@@ -39,8 +39,9 @@ USAGE = """usage: rsup gate [--node NAME] [--gpus INDEXES] [--uuids UUIDS] [--js
 
 May a job start on this node? Asks the signed snapshot under /run/rsup, never the network.
 
-  --node NAME      default: SLURMD_NODENAME, else node in /etc/rsup/node.toml, else the host's short name
-  --gpus INDEXES   as SLURM writes them, 0,2-3; default: SLURM_JOB_GPUS
+  --node NAME      one node; default: SLURMD_NODENAME, else node in /etc/rsup/node.toml, else the host's short name
+  --gpus INDEXES   as SLURM writes them, 0,2-3; default: SLURM_JOB_GPUS. Without any only the node itself is asked about
+                   (with whole_node in node.toml: all its GPUs)
   --uuids UUIDS    GPUs by name, separated by commas
   --json           the answer as one JSON object
 
@@ -159,14 +160,18 @@ def question_of(environ: Mapping[str, str], given: Mapping[str, str], settings: 
     own = node_name(environ, settings)
     node = given.get("node") or own
     own_gpus = environ.get("SLURM_JOB_GPUS", "") if node == own else ""
+    gpus = given.get("gpus", own_gpus)
+    uuids = tuple(word for word in given.get("uuids", "").split(",") if word)
     restarts = environ.get("SLURM_JOB_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or "0"
     return Question(
         node=node,
         cluster=cluster_name(environ, settings),
-        indexes=indexes_of(given.get("gpus", own_gpus)),
-        uuids=tuple(word for word in given.get("uuids", "").split(",") if word),
+        indexes=indexes_of(gpus),
+        uuids=uuids,
         job=environ.get("SLURM_JOB_ID", ""),
         num_restarts=int(restarts) if restarts.isdigit() else 0,
+        has_all=settings.whole_node and not gpus and not uuids and node == own,
+        is_here=node == own,
     )
 
 
@@ -198,11 +203,23 @@ def _answer(question: Question, settings: NodeSettings, places: NodePlaces, boar
     return decide(question, snapshot, boards, limits, datetime.now(UTC))
 
 
+def blindness(environ: Mapping[str, str], settings: NodeSettings) -> str:
+    """Why this node's gate would decide nothing now, whatever job comes; empty where it sees. Never raises."""
+    if settings.problem:
+        return settings.problem
+    asked = ask(environ, {"gpus": ""}, settings)
+    if asked.answer.verdict == UNDECIDED:
+        return asked.answer.line.removeprefix("rsup:unknown ")
+    return f"it tells no GPU from another: {asked.boards.problem}" if asked.boards.problem else ""
+
+
 def read_key(places: NodePlaces, settings: NodeSettings) -> bytes:
     """The supervisor's public key, as this node has it. Raise `NodeProblem`."""
     path = places.under(settings.public_key_file)
     try:
         return public_key_of(read_trusted(path, 4096))
+    except NotPublic as problem:
+        raise NodeProblem(f"{path}: {problem}") from None
     except OSError as error:
         raise NodeProblem(f"no public key of the supervisor: {error.strerror}: copy its signing-key.pub to {path}") from None
 
@@ -238,6 +255,10 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, str], bool]:
         if not equals and not left:
             raise _UsageProblem(f"{word} needs a value")
         given[word[2:]] = value if equals else left.pop(0)
+        if not given[word[2:]].strip():
+            raise _UsageProblem(f"{word} names none; leave it out, or name one")
+    if set("[],") & set(given.get("node", "")):
+        raise _UsageProblem(f"--node {given['node']!r} names several nodes; ask about one at a time")
     try:
         indexes_of(given.get("gpus", ""))
     except NodeProblem as problem:

@@ -23,7 +23,8 @@ LEAST_LIMIT = 2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`indexes`: the job's GPUs as SLURM numbers them; `uuids`: where somebody knows them by name. `num_restarts`: how often
+    """`indexes`: the job's GPUs as SLURM numbers them; `uuids`: where somebody knows them by name. `has_all`: SLURM numbers
+    none here, and the job has all GPUs of the node. `is_here`: the node is the one that answers. `num_restarts`: how often
     SLURM has restarted the job."""
 
     node: str
@@ -32,6 +33,8 @@ class Question:
     uuids: tuple[str, ...] = ()
     job: str = ""
     num_restarts: int = 0
+    has_all: bool = False
+    is_here: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +124,33 @@ def _by_devices(question: Question, snapshot: Snapshot, boards: IndexMap, now: d
             doubts.append(f"index {index} may be {' or '.join(found)}")
         elif not found and any(one.node == question.node for one in refused.values()):
             doubts.append(f"GPU index {index}: {boards.problem or 'not in the inventory of this boot'}")
+    if question.has_all:
+        here = {uuid for found in boards.boards.values() for uuid in found}
+        for uuid, one in refused.items():
+            if uuid in here:
+                return Answer(REFUSED, "device", _refusal(question.node, f"GPU {uuid}", one), uuid)
+            if one.node == question.node:
+                doubts.append(f"{uuid}: {boards.problem or 'not in the inventory of this boot'}")
     if doubts:
         return undecided("index", f"a GPU of this node is refused, but which the job has is not sure: {doubts[0]}")
-    return _acceptance(question, snapshot, boards)
+    return _acceptance(question, snapshot, boards, refused)
 
 
-def _acceptance(question: Question, snapshot: Snapshot, boards: IndexMap) -> Answer:
+def _acceptance(question: Question, snapshot: Snapshot, boards: IndexMap, refused: Mapping[str, Listed]) -> Answer:
     ours = {*question.uuids, *(uuid for index in question.indexes for uuid in boards.boards.get(index, ()))}
     listed = [snapshot.nodes.get(question.node), *(snapshot.devices.get(uuid) for uuid in ours)]
     if any(one is not None and one.verdict == AVOID for one in listed):
         return Answer(ACCEPT, "suspect", _line("ok", f"{question.node} has a suspect, better used last"))
-    return Answer(ACCEPT, "clear", _line("ok", f"nothing known against {question.node}"))
+    others = [(uuid, one) for uuid, one in refused.items() if one.node == question.node]
+    if others:
+        uuid, one = others[0]
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        whose = f"{question.node} or the GPUs in question" if ours else f"{question.node} itself"
+        text = f"nothing against {whose}; refused to jobs that get it: {uuid}{more}, {one.id} {one.reason}"
+        return Answer(ACCEPT, "clear", _line("ok", text))
+    # Only what is not clear is listed, so that a node that does not exist reads like one that is sound.
+    doubt = "" if question.is_here else ", if there is such a node"
+    return Answer(ACCEPT, "clear", _line("ok", f"nothing known against {question.node}{doubt}"))
 
 
 def _is_over(listed: Listed, now: datetime) -> bool:
@@ -152,7 +171,8 @@ def _refusal(node: str, what: str, listed: Listed) -> str:
     tail = f"{until}; rsup nodes why {node}"
     head = f"{listed.id or listed.state or 'refused'} {what}{serial} "
     room = MAX_LINE_CHARS - len(PREFIX) - len(head) - len(tail)
-    return _clean(f"{PREFIX}{head}{listed.reason[: max(0, room)].rstrip()}{tail}")
+    reason = listed.reason.removeprefix(f"{PREFIX} ")  # the word of a user whose name is rsup
+    return _clean(f"{PREFIX}{head}{reason[: max(0, room)].rstrip()}{tail}")
 
 
 def _line(word: str, text: str) -> str:

@@ -74,7 +74,7 @@ def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:
     except OSError as error:
         turn.problems.append(f"cannot write {error.filename}: {error.strerror}")
     os.close(lock)
-    return turn.problems, turn.said
+    return list(dict.fromkeys(turn.problems)), turn.said
 
 
 def bounded(work: Callable[[], None], within_s: float) -> None:

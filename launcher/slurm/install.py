@@ -1,19 +1,33 @@
 """`rsup slurm install`: writes a node's hooks and settings, shows the lines for slurm.conf, and says what is unsafe in one that
-is there. Never changes slurm.conf, never starts anything; a second run changes only what differs, and no settings.
+is there. Never changes slurm.conf, never starts anything; a second run changes only what differs, and no settings. What was
+asked is looked at before anything is written: a hook with an interpreter that is not there lets every job in.
 """
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsup.launcher.slurm.gate import read_key
 from rsup.launcher.slurm.hook_text import HOOKS, hook_text
-from rsup.launcher.slurm.node_settings import MODES, NodePlaces, places_of, read_settings, write_atomically
-from rsup.launcher.slurm.slurm_conf import HOOK_KEYS, UNSAFE, check_conf, check_files, read_conf
+from rsup.launcher.slurm.node_link import NodeLink
+from rsup.launcher.slurm.node_settings import (
+    MODES,
+    NodePlaces,
+    NodeProblem,
+    NodeSettings,
+    places_of,
+    read_settings,
+    write_atomically,
+)
+from rsup.launcher.slurm.slurm_conf import HOOK_KEYS, LEVELS, OFF, UNSAFE, check_conf, check_files, read_conf
+from rsup.launcher.slurm.snapshot_file import public_key_of
 from rsup.supervisor.wire import RsupError, UsageError
 
 HOOK_FOLDER = Path("/usr/libexec/rsup")
+PYTHON_WITHIN_S = 60.0
 CONF_PLACES = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf")
 LINES = """\
 Prolog={hooks}/prolog
@@ -36,26 +50,80 @@ on_unknown = "accept"
 
 
 def main(words: Sequence[str]) -> int:
-    """The verb: 0, or 1 if something unsafe was found."""
+    """The verb: 0, or 1 if something was not done as asked; with `--check` if something is unsafe, or keeps the gate from
+    working."""
     given = _parser().parse_args(list(words))
     places, out = places_of(os.environ), print
     hooks = {name: str(given.hooks / name) for name in HOOKS}
+    conf = _conf_path(given.slurm_conf)
+    differs: list[str] = []
     if not given.check:
-        for line in write_node(places, given):
+        key = check_given(given)
+        differs = _differences(places, given)
+        for line in [*write_node(places, given, key), *differs]:
             out(line)
         out("\nfor slurm.conf (SchedulerParameters and PrologFlags: beside what is there), then scontrol reconfigure:\n")
         out(LINES.format(hooks=given.hooks) + "\n")
-    conf = _conf_path(given.slurm_conf)
     if conf is None:
         out("no slurm.conf here to look at; name it with --slurm-conf")
-        return 0
-    return _report(conf, hooks)
+        return 1 if given.check or differs else 0
+    is_well = _report(conf, hooks, read_settings(places.settings))
+    return 0 if (is_well if given.check else not differs) else 1
 
 
-def write_node(places: NodePlaces, given: argparse.Namespace) -> list[str]:
-    """Write what differs; a line for each file. Raise `UsageError` for what makes no sense, `RsupError` where it cannot."""
-    if "\n" in given.python or not given.python.startswith("/"):
-        raise UsageError(f"--python {given.python!r}: the interpreter's absolute path is wanted, since hooks have no PATH")
+def check_given(given: argparse.Namespace) -> str:
+    """The text of the public key, empty for none. Raise `UsageError` for what would leave a gate that lets all in."""
+    _check_python(given.python)
+    for address in given.supervisor:
+        try:
+            NodeLink(_plain(address), "")
+        except NodeProblem as problem:
+            raise UsageError(f"--supervisor: {problem}") from None
+    if given.public_key is None:
+        return ""
+    try:
+        content = given.public_key.read_bytes()
+        public_key_of(content)
+    except OSError as error:
+        raise UsageError(f"cannot read --public-key {given.public_key}: {error.strerror}") from None
+    except NodeProblem as problem:
+        raise UsageError(f"--public-key {given.public_key}: {problem}") from None
+    if given.public_key.with_name(f"{given.public_key.name}.pub").exists():  # a private key of before those were marked
+        raise UsageError(f"--public-key {given.public_key}: its public part is beside it, {given.public_key}.pub: copy that")
+    text: str = content.decode("ascii")
+    return text
+
+
+def _check_python(python: str) -> None:
+    if "\n" in python or not python.startswith("/"):
+        raise UsageError(f"--python {python!r}: the interpreter's absolute path is wanted, since hooks have no PATH")
+    command = [python, "-I", "-c", "import cryptography.hazmat.primitives.asymmetric.ed25519, rsup.launcher.slurm.prolog"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=PYTHON_WITHIN_S)
+    except OSError as error:
+        raise UsageError(f"--python {python}: {error.strerror}; the hooks would let every job in") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"--python {python}: it has not answered within {PYTHON_WITHIN_S:g} s") from None
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        raise UsageError(f"--python {python} cannot load rsup: {last[:200]}; the hooks would let every job in")
+
+
+def _differences(places: NodePlaces, given: argparse.Namespace) -> list[str]:
+    """What was asked of settings that are there already and say otherwise: they are the operator's, and are kept."""
+    if not places.settings.exists():
+        return []
+    there = read_settings(places.settings)
+    found = []
+    if given.supervisor and tuple(given.supervisor) != there.supervisor:
+        found.append(f"supervisor is {', '.join(there.supervisor) or 'not set'}, not {', '.join(given.supervisor)}")
+    if given.mode is not None and given.mode != there.mode:
+        found.append(f"mode is {there.mode}, not {given.mode}")
+    return [f"not as asked: {places.settings} is kept, and its {one}; edit it" for one in found]
+
+
+def write_node(places: NodePlaces, given: argparse.Namespace, key: str) -> list[str]:
+    """Write what differs; a line for each file. `key`: text of the public key. Raise `RsupError` where it cannot."""
     lines: list[str] = []
     try:
         for name in HOOKS:
@@ -69,22 +137,34 @@ def write_node(places: NodePlaces, given: argparse.Namespace) -> list[str]:
                 folder.chmod(mode)
         lines.append(_write_settings(places, given))
         settings = read_settings(places.settings)
-        if given.public_key is not None:
-            text = given.public_key.read_text()
-            lines.append(_write(places.under(settings.public_key_file), text, 0o644, given.dry_run))
+        if key:
+            lines.append(_write(places.under(settings.public_key_file), key, 0o644, given.dry_run))
         for path, what in ((settings.public_key_file, "signing-key.pub"), (settings.token_file, "rsup slurm node-token")):
             if not places.under(path).exists():
                 lines.append(f"missing  {path}: from the supervisor's host, {what}")
+        if not given.dry_run:
+            lines += _key_problem(places, settings)
     except OSError as error:
         raise RsupError(f"cannot write {error.filename}: {error.strerror}; this needs root") from None
     return lines
+
+
+def _key_problem(places: NodePlaces, settings: NodeSettings) -> list[str]:
+    """Of the key that lies here, whoever put it."""
+    if not places.under(settings.public_key_file).exists():
+        return []
+    try:
+        read_key(places, settings)
+    except NodeProblem as problem:
+        return [f"unusable {problem}"]
+    return []
 
 
 def _write_settings(places: NodePlaces, given: argparse.Namespace) -> str:
     if places.settings.exists():
         problem = read_settings(places.settings).problem
         return f"kept     {places.settings}" + (f": {problem}; until then the gate lets all in" if problem else "")
-    text = SETTINGS.format(supervisors=", ".join(f'"{_plain(one)}"' for one in given.supervisor), mode=given.mode)
+    text = SETTINGS.format(supervisors=", ".join(f'"{_plain(one)}"' for one in given.supervisor), mode=given.mode or "observe")
     return _write(places.settings, text, 0o644, given.dry_run)
 
 
@@ -111,19 +191,23 @@ def _conf_path(given: Path | None) -> Path | None:
     if given is not None:
         return given
     named = os.environ.get("SLURM_CONF")
-    return next((Path(name) for name in ((named,) if named else CONF_PLACES) if Path(name).exists()), None)
+    if named:
+        return Path(named)  # one that is not there is said so
+    return next((Path(name) for name in CONF_PLACES if Path(name).exists()), None)
 
 
-def _report(path: Path, hooks: dict[str, str]) -> int:
+def _report(path: Path, hooks: dict[str, str], settings: NodeSettings) -> bool:
+    """Say what is found; whether it is well."""
     try:
         conf = read_conf(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name slurm.conf with --slurm-conf") from None
-    found = [*check_conf(conf, hooks), *check_files(conf)]
+    found = [*check_conf(conf, hooks, whole_node=settings.whole_node), *check_files(conf, hooks)]
+    found.sort(key=lambda one: LEVELS.index(one.level))
     print(f"{path}: " + (f"{len(found)} things to look at" if found else "nothing to say against it"))
     for one in found:
         print(f"  {one.level}: {one.key} {one.text}")
-    return 1 if any(one.level == UNSAFE for one in found) else 0
+    return not any(one.level in (UNSAFE, OFF) for one in found)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,11 +217,11 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Write this node's hooks ({', '.join(HOOK_KEYS)}) and settings, and check slurm.conf. Root, on each node.",
     )
     parser.add_argument("--supervisor", action="append", default=[], metavar="URL", help="its REST address; may come again")
-    parser.add_argument("--mode", choices=MODES, default="observe", help="for new settings (default: observe)")
+    parser.add_argument("--mode", choices=MODES, help="for new settings (default: observe)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has rsup (default: this one)")
     parser.add_argument("--hooks", type=Path, default=HOOK_FOLDER, metavar="DIR", help=f"default: {HOOK_FOLDER}")
     parser.add_argument("--public-key", type=Path, metavar="FILE", help="the supervisor's signing-key.pub, to be copied")
     parser.add_argument("--slurm-conf", type=Path, metavar="FILE", help="default: SLURM_CONF, else where SLURM has it")
-    parser.add_argument("--check", action="store_true", help="write nothing, only look at slurm.conf; 1 if something is unsafe")
+    parser.add_argument("--check", action="store_true", help="only look at slurm.conf; 1 if something is unsafe or off")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     return parser

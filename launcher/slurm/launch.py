@@ -31,11 +31,28 @@ def prepare(options: LaunchOptions, say: Callable[[str], None], environ: Mapping
     place = options.slurm
     if place is None:
         return options
+    if options.rdzv_id == place.group and options.max_nodes > 1:
+        options = _fitting(options, place, say)
     if options.asks_for_end:
         options = replace(options, deadline=_end_time(place))
     if place.in_step and options.max_nodes > 1 and not options.rdzv_endpoint:
         options = _with_meeting(options, place, say, environ)
     return _past_the_gate(options, place, say, environ)
+
+
+def _fitting(options: LaunchOptions, place: SlurmPlace, say: Callable[[str], None]) -> LaunchOptions:
+    """Only the agents of this step can join what the step's name stands for: every one of them sees what cannot work, so that
+    none waits for the others."""
+    step = f"step {place.job}.{place.step}"
+    if options.min_nodes > place.num_nodes:
+        raise UsageError(
+            f"the launch needs {options.min_nodes} nodes, and {step} has {place.num_nodes}: start it with"
+            f" srun --nodes={options.min_nodes}, or give --nnodes {place.num_nodes}"
+        )
+    if options.rdzv_endpoint or options.node_rank in (-1, place.node_index):
+        return options
+    say(f"rsup: --node-rank {options.node_rank} has no effect: this is node {place.node_index} of {step}")
+    return replace(options, node_rank=place.node_index)
 
 
 def _with_meeting(
@@ -57,7 +74,7 @@ def _with_meeting(
 def _end_time(place: SlurmPlace) -> float | None:
     """When SLURM ends the job, where its variables do not tell (before 23.02); None: it has no end, or cannot be asked."""
     try:
-        text = scontrol.show("job", place.job, END_WITHIN_S).get("EndTime", "")
+        text = scontrol.show_job(place.job, END_WITHIN_S).get("EndTime", "")
         end_s = datetime.fromisoformat(text).timestamp()
     except (scontrol.SlurmUnavailable, ValueError):
         return None

@@ -11,9 +11,11 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from rsup.launcher.slurm import scontrol
 from rsup.launcher.slurm.environment import SlurmPlace
+from rsup.supervisor.wire import UsageError
 
 FIRST_PORT, LAST_PORT = 10000, 29999
 """Below the range that kernels give out by default."""
@@ -25,7 +27,8 @@ RANGE_VARIABLE = "RSUP_PORT_RANGE"
 
 def meeting_ports(place: SlurmPlace, environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Ports at which the first node may answer, the usual one first. Jobs and steps that live at the same time on one node have
-    others, as long as their numbers are less than some thousand apart; whose a port is, is checked besides."""
+    others, as long as their numbers are less than some thousand apart; whose a port is, is checked besides. Raise `UsageError`
+    for a range that cannot be used: every node does, so none waits for another."""
     first, last = _range(environ)
     slots = max(1, (last - first + 1) // PORTS_A_STEP)
     slot = (int(place.job) * STEPS_A_JOB + int(place.step or 0) % STEPS_A_JOB) % slots
@@ -33,10 +36,23 @@ def meeting_ports(place: SlurmPlace, environ: Mapping[str, str] = os.environ) ->
 
 
 def _range(environ: Mapping[str, str]) -> tuple[int, int]:
-    first, dash, last = environ.get(RANGE_VARIABLE, "").partition("-")
-    if dash and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536:
-        return int(first), int(last)
-    return FIRST_PORT, LAST_PORT
+    text = environ.get(RANGE_VARIABLE, "").strip()
+    if not text:
+        return FIRST_PORT, LAST_PORT
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
+        raise UsageError(f"{RANGE_VARIABLE}={text[:64]} is no range of ports; write it as {FIRST_PORT}-{LAST_PORT}")
+    lowest = 1 if os.geteuid() == 0 else _first_port_for_all()
+    if int(first) < lowest:
+        raise UsageError(f"{RANGE_VARIABLE}={text}: ports below {lowest} are root's; write it as {FIRST_PORT}-{LAST_PORT}")
+    return int(first), int(last)
+
+
+def _first_port_for_all() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text())
+    except (OSError, ValueError):
+        return 1024
 
 
 def first_address(place: SlurmPlace) -> tuple[str, str]:

@@ -69,6 +69,7 @@ def read_start(places: NodePlaces, job: str) -> dict[str, Any] | None:
             "sequence": int(start["sequence"]),
             "gpus": [str(one) for one in start["gpus"]],
             "time_us": int(start["time_us"]),
+            "gate_s": float(start.get("gate_s") or 0),
         }
     return None
 

@@ -59,10 +59,17 @@ class NodeLink:
         return self._ask("GET", "/api/v1/gate/snapshot", {"If-None-Match": etag} if etag else {}, None, MAX_SNAPSHOT_BYTES)
 
     def report(
-        self, node: str, boot: str, inventory: Sequence[Mapping[str, Any]] | None, events: Sequence[Mapping[str, object]]
+        self,
+        node: str,
+        boot: str,
+        inventory: Sequence[Mapping[str, Any]] | None,
+        events: Sequence[Mapping[str, object]],
+        gate: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Tell what this node has and what happened on it. Raise `NodeProblem`."""
-        body = json.dumps({"boot_id": boot, "inventory": inventory, "events": list(events)}).encode()
+        """Tell what this node has, what happened on it, and with `gate` its mode and why it would decide nothing. Raise
+        `NodeProblem`."""
+        content = {"boot_id": boot, "inventory": inventory, "events": list(events)}
+        body = json.dumps(content if gate is None else content | {"gate": gate}).encode()
         path = f"/api/v1/nodes/{quote(node, safe='')}/report"
         return self._ask("POST", path, {"Content-Type": "application/json"}, body, MAX_ANSWER_BYTES)
 

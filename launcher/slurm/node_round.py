@@ -7,13 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rsup.launcher.slurm.gate import read_key
+from rsup.launcher.slurm.gate import blindness, read_key
 from rsup.launcher.slurm.node_devices import DriverHangs, read_devices
 from rsup.launcher.slurm.node_events import jobs_by_device, reading_events, xid_events
 from rsup.launcher.slurm.node_inventory import merged, missing, read_content
 from rsup.launcher.slurm.node_link import NodeLink, Reply
-from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, NodeSettings, boot_id, read_trusted, write_atomically
+from rsup.launcher.slurm.node_settings import (
+    ROOT_VARIABLE,
+    NodePlaces,
+    NodeProblem,
+    NodeSettings,
+    boot_id,
+    read_trusted,
+    write_atomically,
+)
 from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool, now_us
+from rsup.launcher.slurm.node_token import token_problem
 from rsup.launcher.slurm.snapshot_file import MAX_SNAPSHOT_BYTES, Snapshot, read_snapshot
 from rsup.launcher.slurm.told import read_told, write_told
 
@@ -22,6 +31,8 @@ BATCH = 200
 """Events in one report; the supervisor takes 256."""
 MAX_BATCHES = 10
 INVENTORY_EVERY_S = 3600.0
+GATE_EVERY_S = 600.0
+"""So often a gate that sees says so; one that does not says it in each round."""
 Devices = list[dict[str, Any]] | None
 """Of the inventory; None: nobody could look in this boot."""
 TOO_MUCH, NOT_UNDERSTOOD = 413, (400, 422)
@@ -86,44 +97,92 @@ class Round:
             self.problems.append("no supervisor is named in node.toml: the gate lets all jobs in")
             return
         silent: list[str] = []
+        unbelieved: list[NodeLink] = []
+        token = self._token()
         for address in self.settings.supervisor:
             try:
-                link = NodeLink(address, self._token(), self.settings.ca_file)
-                self._fetch(link)
+                link = NodeLink(address, token, self.settings.ca_file)
+                doubt = self._fetch(link)
             except NodeProblem as problem:
                 silent.append(str(problem))
                 continue
+            if doubt:
+                silent.append(doubt)
+                unbelieved.append(link)
+                continue
             self.said += silent  # another one leads, or stands in for it
+            self._tell_gate(link)
             self._deliver(link)
             return
         self.problems += silent
+        for link in unbelieved:  # no event goes there, but somebody should hear that this gate is blind
+            self._tell_gate(link, "; ".join(silent))
 
     def _token(self) -> str:
+        path = self.places.under(self.settings.token_file)
         try:
-            return read_trusted(self.places.under(self.settings.token_file), 4096).decode("ascii", "replace").strip()
+            token = read_trusted(path, 4096).decode("ascii", "replace").strip()
+            mode = path.stat().st_mode
         except FileNotFoundError:
             return ""
         except OSError as error:
             raise NodeProblem(f"cannot read {self.settings.token_file}: {error.strerror}") from None
+        if problem := token_problem(token, mode, self.node):
+            self.problems.append(f"{self.settings.token_file} {problem}")
+        return token
 
-    def _fetch(self, link: NodeLink) -> None:
-        """Take that supervisor's snapshot, which counts only if its key signed it. Raise `NodeProblem` where it has none."""
+    def _fetch(self, link: NodeLink) -> str:
+        """Take that supervisor's snapshot, which counts only if its key signed it; why it does not count, else empty. Raise
+        `NodeProblem` where it has none."""
         have, etag = self._current()
         reply = link.snapshot(etag)
         if reply.status == 304 and have is not None:
             self._confirm(have.serial, etag)
             self.said.append(f"snapshot {have.serial} is the newest")
-            return
+            return ""
         if reply.status != 200:
             raise NodeProblem(_refused(link, "snapshot", reply))
+        try:
+            new = self._believed(link, reply, have)
+        except NodeProblem as problem:
+            return str(problem)
+        write_atomically(self.places.snapshot, reply.data)
+        self._confirm(new.serial, reply.etag)
+        self.said.append(f"snapshot {new.serial}: {len(new.refused_nodes)} nodes refused")
+        return ""
+
+    def _believed(self, link: NodeLink, reply: Reply, have: Snapshot | None) -> Snapshot:
         new = read_snapshot(reply.data, read_key(self.places, self.settings))
         if self.settings.cluster and new.cluster and new.cluster != self.settings.cluster:
             raise NodeProblem(f"{link.address} speaks for cluster {new.cluster}, this is {self.settings.cluster}")
         if have is not None and new.serial < have.serial and new.made_us <= have.made_us:
             raise NodeProblem(f"{link.address} sends snapshot {new.serial}, older than {have.serial}, which we have")
-        write_atomically(self.places.snapshot, reply.data)
-        self._confirm(new.serial, reply.etag)
-        self.said.append(f"snapshot {new.serial}: {len(new.refused_nodes)} nodes refused")
+        return new
+
+    def _tell_gate(self, link: NodeLink, unbelieved: str = "") -> None:
+        """Tell whether this node's gate sees: it lets jobs in when it does not, so that nobody else would notice."""
+        environ = {ROOT_VARIABLE: str(self.places.root), "SLURMD_NODENAME": self.node}
+        trouble = blindness(environ, self.settings)
+        if trouble and not unbelieved and not self.problems:
+            self.problems.append(f"the gate decides nothing: {trouble}")
+        if unbelieved and not trouble:
+            trouble = f"it goes by an older snapshot, since: {unbelieved}"
+        gate = {"mode": self.settings.mode, "trouble": trouble[:500]}
+        path, now_s = self.places.run / "gate-told.json", time.clock_gettime(time.CLOCK_BOOTTIME)
+        if not gate["trouble"]:
+            with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+                told = json.loads(read_trusted(path, 1 << 16))
+                if told["gate"] == gate and told["boot_id"] == self.boot and now_s - told["boottime_s"] < GATE_EVERY_S:
+                    return
+        try:
+            reply = link.report(self.node, self.boot, None, [], gate)
+        except NodeProblem as problem:
+            self.problems.append(str(problem))
+            return
+        if 200 <= reply.status < 300:
+            write_atomically(path, json.dumps({"gate": gate, "boot_id": self.boot, "boottime_s": now_s}).encode())
+        else:
+            self.problems.append(_refused(link, "report", reply))
 
     def _current(self) -> tuple[Snapshot | None, str]:
         """The snapshot that lies here, if it is sound, and the ETag with which it came."""

@@ -18,7 +18,8 @@ import os
 import socket
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT_VARIABLE = "RSUP_NODE_ROOT"
@@ -108,6 +109,8 @@ class NodeSettings:
     """This node's name where SLURM does not tell it (systemd timer); empty: the host's short name."""
     cluster: str = ""
     """This cluster's name where SLURM does not tell it."""
+    whole_node: bool = False
+    """A job without SLURM_JOB_GPUS has all GPUs of its node: for clusters whose GPUs are no gres."""
     jitter_s: float = 5.0
     """The healthcheck waits a random part of it, since SLURM starts it on all nodes at once."""
     problem: str = field(default="", metadata={"internal": True})
@@ -141,9 +144,13 @@ def read_settings(path: Path) -> NodeSettings:
     except (NodeProblem, OSError, UnicodeDecodeError) as error:
         return NodeSettings(problem=_one_line(f"{path}: {error}"))
     try:
-        return settings_of(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, NodeProblem) as error:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         return NodeSettings(problem=_one_line(f"{path}: {error}"))
+    try:
+        return settings_of(content)
+    except NodeProblem as error:
+        return replace(_way_to_the_supervisor(content), problem=_one_line(f"{path}: {error}"))
 
 
 def settings_of(content: Mapping[str, object]) -> NodeSettings:
@@ -162,6 +169,16 @@ def settings_of(content: Mapping[str, object]) -> NodeSettings:
             "max_age_s is above 0, max_restarts at least 0, jitter_s within 0 and 30, time_box_s above 0 and at most 4"
         )
     return made
+
+
+def _way_to_the_supervisor(content: Mapping[str, object]) -> NodeSettings:
+    """What is sound of it, so that a node whose settings cannot be used can say so; all else stands as by default."""
+    given: dict[str, object] = {}
+    for name in ("supervisor", "token_file", "ca_file", "node", "cluster"):
+        with suppress(NodeProblem):
+            if name in content:
+                given[name] = _converted(name, content[name], getattr(NodeSettings(), name))
+    return NodeSettings(**given)  # type: ignore[arg-type]
 
 
 def _converted(name: str, value: object, default: object) -> object:

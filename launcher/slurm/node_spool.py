@@ -32,6 +32,8 @@ class NodeEvent:
     code: int | str | None = None
     detail: str = ""
     job: str | None = None
+    seconds: float | None = None
+    """Of a `job-end`: how long the gate had taken when the job began."""
 
 
 def now_us() -> int:

@@ -70,7 +70,7 @@ def given_up(job: str, node: str) -> str:
     state = scontrol.show("node", node).get("State", "")
     if state.startswith("DOWN"):
         return f"SLURM says that it is {state}"
-    held = scontrol.show("job", job).get("NodeList", "")
+    held = scontrol.show_job(job).get("NodeList", "")
     names = node_names(held)
     if names and node not in names:
         return f"SLURM has taken it out of job {job}, which holds {held}"

@@ -6,6 +6,7 @@ it waits.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,12 @@ from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool, now_us
 
 UNKNOWN_EVERY_S = 600
 """What cannot be answered is told the supervisor that often at most, not once a job."""
+USAGE = """usage: rsup slurm prolog
+
+For SLURM's Prolog, as root: may this job start on this node? Takes no arguments: the job is that of SLURM_JOB_ID, with the
+GPUs of SLURM_JOB_GPUS. Prints one line that begins with `rsup:`, and spools refusals for the supervisor. By hand: rsup gate.
+
+Exit codes: 0 accept, 1 refuse, 75 could not decide, 2 wrong usage. In mode observe a refusal is said, and the code is 0."""
 KINDS = {REFUSED: "prolog-refused", UNDECIDED: "gate-unknown"}
 
 
@@ -37,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     start_time_box()
     if words:
         if words[0] in ("-h", "--help"):
-            print(__doc__)
+            print(USAGE)
             return 0
         print(f"rsup slurm prolog: takes no arguments, not {words[0]!r}", file=sys.stderr)
         return 2
@@ -69,8 +76,17 @@ def _keep_start(asked: Asked) -> None:
         "sequence": last_sequence(asked.places.kernel_log),
         "gpus": sure_boards(asked.boards, asked.question.indexes),
         "time_us": now_us(),
+        "gate_s": _running_s(),
     }
     write_atomically(asked.places.jobs / job, json.dumps(start).encode())
+
+
+def _running_s() -> float:
+    """How long this process has been running, the interpreter's start included; 0: unknown."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
+        begun_s = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, round(time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s, 3))
+    return 0.0
 
 
 def _spool(asked: Asked) -> None:

@@ -3,12 +3,13 @@ see to it that it does not run again (93).
 
 `scontrol requeue` and `requeuehold` kill the job that asks: SIGTERM to all of its processes, and SIGKILL when `KillWait` is
 over (30 s by default). Whoever calls `settle` is one of them, so it ignores SIGTERM for the fraction of a second that the
-rest takes. Nodes can only be excluded while the job is pending, hence `requeuehold`, `update`, `release`."""
+rest takes. Nodes can only be excluded while the job is pending, hence `requeuehold`, `update`, `release`. Of an array the task
+alone is meant."""
 
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rsup.launcher.slurm import scontrol
@@ -43,11 +44,12 @@ def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
         return True
     job = place.job
     try:
-        shown = scontrol.show("job", job)
+        shown = scontrol.show_job(job)
+        job = target(shown, job)
         if shown.get("BatchFlag") != "1":
             say(f"rsup: exit {outcome.exit_code}: job {job} is no batch job, so SLURM cannot run it again: start it anew")
             return True
-        nodes = tuple(name for name in outcome.nodes if _NODE.fullmatch(name))
+        nodes = _known(outcome.nodes, say)
         if outcome.exit_code == EXIT_NO_REQUEUE:
             _call_off(job, shown, say)
         elif nodes and shown.get("Requeue") == "1" and _leaves_enough(nodes, shown):
@@ -65,6 +67,29 @@ def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
         say(f"rsup: exit {outcome.exit_code}, and SLURM cannot be told from here: {error}; {instead}")
         return False
     return True
+
+
+def target(shown: Mapping[str, str], job: str) -> str:
+    """How SLURM is told of this job and of nothing else: a task of an array is `ARRAY_TASK`, since the number of one of the
+    tasks is the array's, too, and means all of them."""
+    array, task = shown.get("ArrayJobId", ""), shown.get("ArrayTaskId", "")
+    return f"{array}_{task}" if array.isdecimal() and task.isdecimal() else job
+
+
+def _known(names: Sequence[str], say: Say) -> tuple[str, ...]:
+    """Those that SLURM knows: it takes no list with another one."""
+    known: list[str] = []
+    for name in names:
+        try:
+            if _NODE.fullmatch(name):
+                scontrol.show("node", name)
+                known.append(name)
+                continue
+        except SlurmUnavailable as error:
+            if "not found" not in str(error):
+                raise
+        say(f"rsup: SLURM knows no node {name[:64]!r}, so that one is not excluded")
+    return tuple(known)
 
 
 def _requeue_without(nodes: Sequence[str], job: str, shown: dict[str, str], say: Say) -> None:
@@ -118,17 +143,19 @@ def _call_off(job: str, shown: dict[str, str], say: Say) -> None:
     if shown.get("Requeue") == "1":
         scontrol.ask("scontrol", "update", f"jobid={job}", "requeue=0")
     user = shown.get("UserId", "").partition("(")[2].rstrip(")")
-    waiting = scontrol.ask("squeue", "-h", "-t", "PD", "-u", user, "-o", "%A|%E|%j") if user.isdecimal() else ""
-    followers = [words[0] for words in (line.split("|", 2) for line in waiting.splitlines()) if _follows(words, job, shown)]
+    waiting = scontrol.ask("squeue", "-h", "-t", "PD", "-u", user, "-o", "%A|%F|%E|%j") if user.isdecimal() else ""
+    followers = [words[0] for words in (line.split("|", 3) for line in waiting.splitlines()) if _follows(words, job, shown)]
     if followers:
         scontrol.ask("scancel", *followers)
         say(f"rsup: exit 93, do not requeue: cancelled what would have gone on with job {job}: {', '.join(followers)}")
 
 
-def _follows(words: Sequence[str], job: str, shown: dict[str, str]) -> bool:
-    if len(words) != 3 or words[0] == job:
+def _follows(words: Sequence[str], job: str, shown: Mapping[str, str]) -> bool:
+    """Whether a waiting job (number, number of its array, dependency, name) would go on with ours. Other tasks of our array do
+    not, nor does what waits for the array as a whole."""
+    if len(words) != 4 or shown.get("ArrayJobId", job) in words[:2]:
         return False
-    dependency, name = words[1], words[2]
+    dependency, name = words[2], words[3]
     after = re.search(rf"\bafter(?:any|notok|ok|corr)?:(?:\d+\S*:)*{job}\b", dependency) is not None
     return after or ("singleton" in dependency and name == shown.get("JobName"))
 

@@ -4,6 +4,7 @@ slurmctld may be busy, down or out of reach (a container has neither the program
 `SlurmUnavailable`, one line, and whoever asked goes on without.
 """
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from rsup.supervisor.wire import RsupError
 
 WITHIN_S = 5.0
 MAX_OUTPUT_CHARS = 1 << 20
+_JOB_NAME = re.compile(r" JobName=(.*?) UserId=")
 
 
 class SlurmUnavailable(RsupError):
@@ -49,12 +51,32 @@ def ask(*command: str, within_s: float = WITHIN_S) -> str:
 
 
 def show(kind: str, name: str, within_s: float = WITHIN_S) -> dict[str, str]:
-    """`scontrol show job|node NAME` by key. Raise `SlurmUnavailable`."""
+    """`scontrol show node|partition NAME` by key. Raise `SlurmUnavailable`."""
     return fields(ask("scontrol", "-o", "show", kind, name, within_s=within_s))
 
 
+def show_job(job: str, within_s: float = WITHIN_S) -> dict[str, str]:
+    """`scontrol show job` of that job alone, by key. Raise `SlurmUnavailable`."""
+    found = row_of_job(ask("scontrol", "-o", "show", "job", job, within_s=within_s), job)
+    if not found:
+        raise SlurmUnavailable(f"scontrol show job {job} does not show it")
+    return found
+
+
+def row_of_job(text: str, job: str) -> dict[str, str]:
+    """The line with that JobId, by key; empty where there is none. One task of an array has the array's number, and asked for
+    that SLURM shows all tasks; of a heterogeneous job it shows all components."""
+    for line in text.splitlines():
+        found = fields(line)
+        if found.get("JobId") == job:
+            name = _JOB_NAME.search(line)
+            return found | ({"JobName": name[1]} if name else {})
+    return {}
+
+
 def fields(line: str) -> dict[str, str]:
-    """`KEY=VALUE` words of one line of `scontrol -o`. (A value with spaces is cut: none that we read has any.)"""
+    """`KEY=VALUE` words of one line of `scontrol -o`. A value with spaces is cut: of those that we read only a job's name may
+    have some."""
     pairs = [word.partition("=") for word in line.split() if "=" in word]
     return {name: value for name, _, value in pairs}
 

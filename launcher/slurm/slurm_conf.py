@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_INCLUDES = 50
-UNSAFE, ADVICE = "unsafe", "advice"
+MAX_HOOK_CHARS = 1 << 20
+LEVELS = UNSAFE, OFF, ADVICE = ("unsafe", "off", "advice")
 HOOK_KEYS = {"prolog": "Prolog", "epilog": "Epilog", "healthcheck": "HealthCheckProgram"}
 _KEY = re.compile(r"\s*([A-Za-z0-9_]+)\s*=\s*(.*)")
 _GLOB = re.compile(r"[*?\[]")
@@ -18,7 +19,8 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`level`: UNSAFE (jobs or nodes may be lost) or ADVICE. `text`: what is so, what follows, what to write."""
+    """`level`: UNSAFE (jobs or nodes may be lost), OFF (rsup does not run there) or ADVICE. `text`: what is so, what
+    follows, what to write."""
 
     level: str
     key: str
@@ -60,11 +62,14 @@ def read_conf(path: Path) -> dict[str, tuple[str, ...]]:
     return parse_conf(path.read_text(errors="replace"), include)
 
 
-def check_conf(conf: Conf, hooks: Mapping[str, str], *, box_s: int = 7, round_s: int = 46) -> list[Finding]:
+def check_conf(
+    conf: Conf, hooks: Mapping[str, str], *, box_s: int = 7, round_s: int = 46, whole_node: bool = False
+) -> list[Finding]:
     """All that is to be said. `hooks`: path of each of our scripts by slot. `box_s`, `round_s`: what prolog and epilog, and the
-    healthcheck, take at most."""
+    healthcheck, take at most. `whole_node`: of node.toml."""
     found = [*_hooks(conf, hooks), *_timeouts(conf, box_s), *_refusals(conf), *_health(conf, round_s), *_states(conf)]
-    return sorted(found, key=lambda one: one.level != UNSAFE)
+    found += _gpus(conf, whole_node)
+    return sorted(found, key=lambda one: LEVELS.index(one.level))
 
 
 def _last(conf: Conf, key: str) -> str:
@@ -85,18 +90,33 @@ def _hooks(conf: Conf, hooks: Mapping[str, str]) -> Iterator[Finding]:
         key = HOOK_KEYS[slot]
         given = [part.strip() for value in conf.get(key.lower(), ()) for part in value.split(",") if part.strip()]
         if not given:
-            yield Finding(ADVICE, key, f"is not set: nothing of rsup runs there; write {key}={path}")
+            if slot == "healthcheck":
+                text = f"is not set: write {key}={path}, or use the systemd timer; without either the gate decides nothing"
+                yield Finding(ADVICE, key, text)
+            else:
+                yield Finding(OFF, key, f"is not set: nothing of rsup runs there; write {key}={path}")
         for name in given:
             if slot != "healthcheck" and (_GLOB.search(name) or name.endswith(".d")):
-                yield Finding(
-                    UNSAFE,
-                    key,
-                    f"{name} is a pattern: SLURM runs the files in reverse alphabetical order and drains the node for each "
-                    f"that fails, for a missing one too; name rsup's file to come last (00-rsup), or write {key}={path}",
-                )
+                yield _several(key, name, path)
     if "rsup" in _last(conf, "PrologSlurmctld"):
         text = "is no gate: a refusal there requeues the job, which then gets the same nodes again; take rsup out of it"
         yield Finding(UNSAFE, "PrologSlurmctld", text)
+
+
+def _several(key: str, name: str, path: str) -> Finding:
+    return Finding(
+        UNSAFE,
+        key,
+        f"{name} is a pattern or a folder: SLURM runs the files of a pattern in reverse alphabetical order and drains the node "
+        f"for each that fails, for a missing one too; name rsup's file to come last (00-rsup), or write {key}={path}",
+    )
+
+
+def _gpus(conf: Conf, whole_node: bool) -> Iterator[Finding]:
+    if whole_node or "gpu" in _words(conf, "GresTypes"):
+        return
+    text = "has no gpu: SLURM gives hooks no SLURM_JOB_GPUS, so that a verdict against a GPU refuses no job"
+    yield Finding(ADVICE, "GresTypes", f"{text}; where jobs have whole nodes write whole_node = true into node.toml")
 
 
 def _timeouts(conf: Conf, box_s: int) -> Iterator[Finding]:
@@ -156,32 +176,56 @@ def _health(conf: Conf, round_s: int) -> Iterator[Finding]:
 
 def _states(conf: Conf) -> Iterator[Finding]:
     if _last(conf, "ReturnToService") == "2":
-        text = "is 2: a node that is set down comes back by itself, unrepaired (rsup only drains); write 1"
-        yield Finding(UNSAFE, "ReturnToService", text)
+        text = "is 2: a node that somebody sets down comes back by itself; drains stay, and rsup only drains; 1 keeps both"
+        yield Finding(ADVICE, "ReturnToService", text)
 
 
-def check_files(conf: Conf) -> list[Finding]:
+def check_files(conf: Conf, hooks: Mapping[str, str]) -> list[Finding]:
     """What is wrong with the hooks' files on this node: SLURM drains it for one that is missing or cannot be run, and runs it
-    as root, whoever may write it."""
+    as root, whoever may write it; and whether rsup is in them. `hooks`: as for `check_conf`."""
     found: list[Finding] = []
-    for key in ("Prolog", "Epilog", "HealthCheckProgram"):
-        for name in (part.strip() for value in conf.get(key.lower(), ()) for part in value.split(",")):
+    for slot, key in HOOK_KEYS.items():
+        names = [part.strip() for value in conf.get(key.lower(), ()) for part in value.split(",") if part.strip()]
+        for name in names:
             if not name.startswith("/") or _GLOB.search(name):
                 continue
-            if text := _file_problem(Path(name)):
+            if Path(name).is_dir():
+                if not name.endswith(".d"):  # that one is named already
+                    found.append(_several(key, name, hooks[slot]))
+            elif text := _file_problem(Path(name), slot):
                 found.append(Finding(UNSAFE, key, f"{name} {text}"))
+        if names and not any(_runs_ours(name, slot, hooks[slot]) for name in names):
+            text = f"runs {', '.join(names)[:200]}, where rsup's {slot} is not named: nothing of rsup runs there"
+            level = ADVICE if slot == "healthcheck" else OFF  # the systemd timer does it too
+            found.append(Finding(level, key, f"{text}; write {key}={hooks[slot]}, or call it from there"))
     return found
 
 
-def _file_problem(path: Path) -> str:
+def _runs_ours(name: str, slot: str, hook: str) -> bool:
+    """Whether the hook is ours, or a site's that names ours; True where that cannot be seen."""
+    if name == hook:
+        return True
+    folder = Path(name)
+    try:
+        if _GLOB.search(name):
+            paths = [path for path in folder.parent.glob(folder.name) if path.is_file()]
+        else:
+            paths = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else [folder]
+        texts = [path.read_text(errors="replace")[:MAX_HOOK_CHARS] for path in paths]
+    except (OSError, ValueError, NotImplementedError):
+        return True  # what is wrong with it is said elsewhere
+    words = (hook, f"rsup.launcher.slurm.{slot}", f"rsup slurm {slot}", "rsup gate")
+    return any(word in text for text in texts for word in words)
+
+
+def _file_problem(path: Path, slot: str) -> str:
+    follows = "the healthcheck never runs" if slot == "healthcheck" else "SLURM drains this node"
     try:
         status = path.stat()
     except OSError as error:
-        return f"is not to be had on this node ({error.strerror}): SLURM drains it"
-    if path.is_dir():
-        return ""
+        return f"is not to be had on this node ({error.strerror}): {follows}"
     if not os.access(path, os.X_OK):
-        return "cannot be run: SLURM drains this node; chmod 755 it"
+        return f"cannot be run: {follows}; chmod 755 it"
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
         return "can be written by others, and SLURM runs it as root; chown root and chmod go-w it"
     return ""

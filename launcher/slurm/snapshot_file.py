@@ -25,6 +25,12 @@ FORMAT = b"1"
 SCHEMA = 1
 MAX_SNAPSHOT_BYTES = 16 << 20
 REFUSE, AVOID = "refuse", "avoid"
+PRIVATE_MARK = b"rsup-signing-key "
+"""With it the supervisor's private key begins, which is no node's."""
+
+
+class NotPublic(NodeProblem):
+    """A file that should hold the supervisor's public key holds something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,14 @@ class Snapshot:
 
 def public_key_of(text: bytes) -> bytes:
     """The 32 raw bytes of a public key file: one line of base64. Raise `NodeProblem`."""
+    if text.lstrip().startswith(PRIVATE_MARK):
+        raise NotPublic("this is the supervisor's private signing key, which no node may have; copy signing-key.pub instead")
     try:
         raw = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):
         raw = b""
     if len(raw) != 32:
-        raise NodeProblem("the supervisor's public key is no line of base64 of 32 bytes; copy signing-key.pub again")
+        raise NotPublic("this is not the supervisor's public key, one line of base64 of 32 bytes; copy signing-key.pub again")
     return raw
 
 
@@ -85,13 +93,18 @@ def read_snapshot(data: bytes, public_key: bytes) -> Snapshot:
     if not newline or len(words) != 4 or words[0] != MAGIC:
         raise NodeProblem("the snapshot is no snapshot, or cut off in its first line")
     if words[1] != FORMAT:
-        raise NodeProblem(f"the snapshot has format {words[1][:20]!r}, this rsup reads format 1; upgrade rsup on this node")
+        raise NodeProblem(f"the snapshot has format {_text(words[1], 20)}, this rsup reads format 1; upgrade rsup on this node")
     if words[2].decode("ascii", "replace") != key_id(public_key):
         raise NodeProblem(
-            f"the snapshot was signed by key {words[2][:16]!r}, not by {key_id(public_key)}, which this node trusts"
+            f"the snapshot was signed by key {_text(words[2], 16)}, not by {key_id(public_key)}, which this node trusts"
         )
     _check_signature(words[3], body, public_key)
     return snapshot_of(body)
+
+
+def _text(word: bytes, max_chars: int) -> str:
+    """Somebody else's bytes, for a line."""
+    return "".join(letter if letter.isalnum() else "?" for letter in word[:max_chars].decode("ascii", "replace"))
 
 
 def _check_signature(signature: bytes, body: bytes, public_key: bytes) -> None:

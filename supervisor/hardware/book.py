@@ -12,9 +12,10 @@ from collections import OrderedDict
 from rsup.supervisor.hardware.book_turn import BookTurn, Key
 from rsup.supervisor.hardware.device_machine import next_due_us
 from rsup.supervisor.hardware.policy import Policy, built_in
+from rsup.supervisor.hardware.seat_index import SeatIndex
 from rsup.supervisor.hardware.states import Dossier, Standing, is_open
 from rsup.supervisor.loop_batch import Batch
-from rsup.supervisor.records import SeatSaved, SubjectSaved
+from rsup.supervisor.records import SubjectSaved
 from rsup.supervisor.store import Store
 
 KEPT_DOSSIERS = 2048
@@ -36,8 +37,8 @@ class Book:
         """Device UUIDs of live agents whose record is kept under another UUID, and that."""
         self.contested: dict[tuple[str, str], str] = {}
         """Claims that cannot be true: (UUID, agent id), and why."""
-        self.seats: dict[str, SeatSaved] = {}
-        """Open seats by UUID, as far as agents have named them."""
+        self.seats = SeatIndex()
+        """Every stay that is not over: agents say `Hello` often, and all at once after a failure of the network."""
         self.models: dict[str, str] = {}
         self.cleaned_us = 0
         """When clean run time was last counted."""
@@ -49,6 +50,7 @@ class Book:
     def recover(self) -> None:
         """Read what is not clear. Raise `StoreError`."""
         self.open = {(saved.kind, saved.subject): saved for saved in self.store.open_subjects()}
+        self.seats = SeatIndex(self.store.open_seats())
         self._dossiers.clear()
         self._index()
 
@@ -70,9 +72,9 @@ class Book:
             self._dossiers.popitem(last=False)
         for seat in turn.seats:
             if seat.to_us is None:
-                self.seats[seat.uuid] = seat
-            elif (now := self.seats.get(seat.uuid)) is not None and now.from_us == seat.from_us:
-                del self.seats[seat.uuid]
+                self.seats.put(seat)
+            else:
+                self.seats.drop(seat)
         self.names.update(turn.names)
         self.models.update(turn.models)
         for claim, why in turn.claims.items():

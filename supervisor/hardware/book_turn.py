@@ -15,6 +15,7 @@ from rsup.supervisor.hardware.device_machine import COUNTED, RanClean, Rows, Sig
 from rsup.supervisor.hardware.identity import is_stand_in, normal_pci, seat
 from rsup.supervisor.hardware.node_report import MAX_EVENTS, NodeReport, NodeReportReply, evidence_of, seating_of
 from rsup.supervisor.hardware.policy import Policy
+from rsup.supervisor.hardware.seat_index import SeatIndex
 from rsup.supervisor.hardware.states import OUT, Dossier, Standing, avoided, clear_dossier, is_open
 from rsup.supervisor.hardware.verbs import VerbRequest, Verdict, ask
 from rsup.supervisor.loop_batch import Batch
@@ -41,7 +42,7 @@ class Known(Protocol):
     by_serial: dict[str, list[str]]
     names: dict[str, str]
     contested: dict[tuple[str, str], str]
-    seats: dict[str, SeatSaved]
+    seats: SeatIndex
     models: dict[str, str]
     cleaned_us: int
 
@@ -60,6 +61,7 @@ class BookTurn:
         self._policy = book.policy
         self.dossiers: dict[Key, Dossier] = {}
         self.seats: list[SeatSaved] = []
+        self._moved = SeatIndex()
         self.names: dict[str, str] = {}
         self.models: dict[str, str] = {}
         self.claims: dict[tuple[str, str], str] = {}
@@ -92,19 +94,18 @@ class BookTurn:
     def _keep_seats(self, seats: list[SeatSaved], known: list[SeatSaved]) -> None:
         """Agents say `Hello` often: what was only seen again is not written each time."""
         seen = {(one.uuid, one.from_us): one for one in known}
-        self.seats += seats
         for one in seats:
             before = seen.get((one.uuid, one.from_us))
             same = before is not None and replace(one, seen_us=before.seen_us) == before
             if before is None or not same or one.seen_us - before.seen_us >= SEEN_EVERY_US:
+                self.seats.append(one)
+                self._moved.put(one)
                 self._batch.records.append(one)
 
     def _open_seats(self, uuids: list[str], serials: list[str], node: str) -> list[SeatSaved]:
-        """Of the store, as this turn has changed them."""
-        found = {(one.uuid, one.from_us): one for one in self._book.store.open_seats(uuids, serials, node)}
-        for one in self.seats:
-            if one.uuid in uuids or (one.serial and one.serial in serials) or one.node == node:
-                found[one.uuid, one.from_us] = one
+        """Of these boards and on that node, as this turn has changed them."""
+        found = {(one.uuid, one.from_us): self._moved.get(one) or one for one in self._book.seats.find(uuids, serials, node)}
+        found.update({(one.uuid, one.from_us): one for one in self._moved.find(uuids, serials, node)})
         return [one for one in found.values() if one.to_us is None]
 
     def _is_alive(self, uuid: str, node: str) -> bool:
@@ -263,11 +264,8 @@ class BookTurn:
 
     def _serial_of(self, uuid: str) -> str:
         """Of the board, as its agent has told it."""
-        mine = next((one for one in reversed(self.seats) if one.uuid == uuid and one.to_us is None), None)
-        known = mine or self._book.seats.get(uuid)
-        if known is None and not is_stand_in(uuid):
-            known = next((one for one in self._book.store.open_seats([uuid], [], "") if one.uuid == uuid), None)
-        return "" if known is None else known.serial
+        sits = [one for one in self._open_seats([uuid], [], "") if one.uuid == uuid]
+        return sits[-1].serial if sits else ""
 
     def _record_of(self, uuid: str, serial: str) -> str:
         """The UUID under which the board's record is kept."""

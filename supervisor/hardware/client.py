@@ -64,7 +64,7 @@ class Hardware:
         note: Callable[[str], None] = lambda text: None,
         device_policy: str | Path | None = None,
     ) -> None:
-        self._state = places.state_dir(None if state_dir is None else str(state_dir))
+        self._state = places.state_dir_to_read(None if state_dir is None else str(state_dir))
         self._sources = Sources(self._state, supervisor, note=note)
         self._policy = None if device_policy is None else str(device_policy)
 
@@ -252,8 +252,9 @@ def _read_why(connection: "Connection", kind: str, selector: str) -> Json:
 
 def _read_detail(connection: "Connection", kind: str, selector: str) -> Json:
     from rsup.supervisor.device_selector import find_device
-    from rsup.supervisor.hardware_views import device_detail, node_detail
+    from rsup.supervisor.hardware_views import device_detail
+    from rsup.supervisor.node_story import node_story
 
     if kind == "node":
-        return node_detail(connection, selector)
+        return node_story(connection, selector)
     return device_detail(connection, find_device(connection, selector).uuid)

@@ -49,11 +49,9 @@ def last_transition(connection: Connection, kind: str, subject: str) -> Transiti
     return None if row is None else transition_of(row)
 
 
-def open_seats(connection: Connection, uuids: Sequence[str], serials: Sequence[str], node: str) -> list[SeatSaved]:
-    """Stays that are not over, of these boards and on that node."""
-    known = _texts(serial for serial in serials if serial)
-    wanted = or_(_seats.uuid.in_(_texts(uuids)), _seats.serial.in_(known), _seats.node == clean(node))
-    query = select(tables.seats).where(_seats.to_us.is_(None), wanted).order_by(_seats.uuid, _seats.from_us)
+def open_seats(connection: Connection) -> list[SeatSaved]:
+    """Every stay that is not over: one for each device of the cluster."""
+    query = select(tables.seats).where(_seats.to_us.is_(None)).order_by(_seats.uuid, _seats.from_us)
     return [SeatSaved(**row) for row in connection.execute(query).mappings()]
 
 

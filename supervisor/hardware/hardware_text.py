@@ -54,6 +54,9 @@ def show_text(kind: str, found: Json, width: int | None = None, paint: Paint = P
     if changes:
         rows = [[moment(one["at"]), f"{one['before']} -> {one['after']}", one["verb"], one["reason"]] for one in changes]
         lines += ["", table(["WHEN", "CHANGE", "BY", "WHY"], rows, width, paint=paint)]
+    notes = found.get("notes", [])[:MAX_SHOWN]
+    if notes:
+        lines += ["", table(["WHEN", "IN SLURM"], [[moment(one["at"]), one["text"]] for one in notes], width, paint=paint)]
     evidence = found.get("newest_evidence", [])[:MAX_SHOWN]
     if evidence:
         rows = [[moment(one["last"]), what(one), one["count"], one["effect"], one["text"]] for one in evidence]

@@ -23,6 +23,10 @@ DRAINS = ("now", "second", "never")
 ENVIRONMENT = "RSUP_DEVICE_POLICY"
 HOUR_US = 3_600_000_000
 MAX_NAME_CHARS = 60
+MOST_FRACTION = 0.5
+"""No gate believes that more of a cluster is bad."""
+MOST_NODES = 1000
+"""Of each of the guard's numbers."""
 BUILT_IN = "the built-in device policy"
 
 
@@ -253,7 +257,8 @@ def _rule(name: str, values: dict[str, Any], where: str, generations: Mapping[st
 
 
 def _check_limits(limits: _Limits, guard: Guard, where: str) -> None:
-    for key, value in (*msgspec.structs.asdict(limits).items(), *msgspec.structs.asdict(guard).items()):
+    _check_guard(guard, where)
+    for key, value in msgspec.structs.asdict(limits).items():
         if isinstance(value, int | float) and not 0 <= value <= 1_000_000:
             raise UsageError(f"{where}: {key}: {value!r} is not possible; use a number from 0 to 1000000")
     try:
@@ -266,6 +271,20 @@ def _check_limits(limits: _Limits, guard: Guard, where: str) -> None:
         raise UsageError(f"{where}: name: use 1 to {MAX_NAME_CHARS} printable characters without a slash")
     if limits.watch_ttl_h < limits.suspect_ttl_h:
         raise UsageError(f"{where}: watch_ttl_h: suspicion becomes watch first, so it cannot be below suspect_ttl_h")
+
+
+def _check_guard(guard: Guard, where: str) -> None:
+    """A slip of the pen here is a guard that is none."""
+    checks = (
+        ("max_nodes", 0 <= guard.max_nodes <= guard.most_nodes, f"use a number from 0 to most_nodes ({guard.most_nodes})"),
+        ("max_fraction", 0 <= guard.max_fraction <= MOST_FRACTION, f"use a part from 0 to {MOST_FRACTION}, as 0.05 for 5 %"),
+        ("most_nodes", 0 <= guard.most_nodes <= MOST_NODES, f"use a number from 0 to {MOST_NODES}"),
+        ("max_per_hour", 0 <= guard.max_per_hour <= MOST_NODES, f"use a number from 0 to {MOST_NODES}"),
+        ("max_per_rack", 0 <= guard.max_per_rack <= MOST_NODES, f"use a number from 0 to {MOST_NODES}"),
+    )
+    for field, is_right, what in checks[2:] + checks[:2]:
+        if not is_right:
+            raise UsageError(f"{where}: guard.{field}: {getattr(guard, field)!r} is not possible; {what}")
 
 
 def _check_unambiguous(rules: list[Rule], where: str) -> None:

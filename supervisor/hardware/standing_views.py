@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Column, Connection, RowMapping, Select, and_, func, or_, select, text
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, and_, func, or_, select, text
 
 from rsup.supervisor.hardware.states import Standing
 from rsup.supervisor.history_jobs import MayRead, everything, named_jobs
@@ -17,7 +17,7 @@ MAX_SHOWN = 20
 Json = dict[str, Any]
 
 
-def only(query: Select[Any], kind: str, name: Column[str], state: str) -> Select[Any]:
+def only(query: Select[Any], kind: str, name: ColumnElement[str], state: str) -> Select[Any]:
     """`query` over devices or nodes with only those in `state`, all if empty. Raise `UsageError` for another word."""
     if not state:
         return query

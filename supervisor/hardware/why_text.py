@@ -11,6 +11,8 @@ from rsup.supervisor.render import PLAIN, Paint, clean, moment
 MAX_EVIDENCE = 6
 MAX_FINDINGS = 3
 MAX_OTHERS = 3
+MAX_BOARDS = 16
+MAX_NOTES = 6
 
 Json = dict[str, Any]
 
@@ -38,9 +40,23 @@ def why_text(story: WhyStory, paint: Paint = PLAIN) -> str:
         lines.append(f"  and more, see `rsup {story.kind}s timeline {clean(_name(story))}`")
     for one in others[:MAX_OTHERS]:
         lines.append(f"  not counted, {clean(one['effect'])}: {what(one)}, {clean(one['text'])}")
+    lines += _against(story)
     lines += ["", "what follows:", *(f"  {line}" for line in _follows(story))]
     lines += ["how it ends:", *(f"  {line}" for line in _ends(story))]
     return "\n".join(lines)
+
+
+def _against(story: WhyStory) -> list[str]:
+    """Of a node: the boards that speak against it, and what was done about it in SLURM."""
+    boards = [one for one in story.found.get("against", ()) if one["kind"] == "device"]
+    lines = [f"  {clean(one['name'])} {one['state'].replace('_', ' ')}: {clean(one['reason'])}" for one in boards[:MAX_BOARDS]]
+    if lines:
+        lines = ["", "its devices (`rsup devices why DEVICE` tells each):", *lines]
+    notes = story.found.get("notes", ())[:MAX_NOTES]
+    if notes:
+        lines += ["", "in SLURM, the newest first:"]
+        lines += [f"  {moment(one['at'])}  {clean(one['text'])}" for one in notes]
+    return lines
 
 
 def _name(story: WhyStory) -> str:
@@ -80,6 +96,9 @@ def _follows(story: WhyStory) -> list[str]:
     found, what_ = story.found, story.kind
     if found["override"] and found["override"]["word"] == "allow":
         return [f"nothing until {moment(found['override']['until'])}: somebody's word stands above the evidence"]
+    in_slurm = _in_slurm(found)
+    if in_slurm and found["state"] in ("clear", "watch", "probation"):
+        return in_slurm
     lines = {
         "clear": ["nothing"],
         "watch": [f"nothing yet: the {what_} is used as before"],
@@ -96,7 +115,36 @@ def _follows(story: WhyStory) -> list[str]:
             if why
             else "its node is not drained for it: that takes a second independent episode, a failed test or an operator's word"
         )
+    return lines + in_slurm
+
+
+def _in_slurm(found: Json) -> list[str]:
+    """What the supervisor holds against a node in SLURM now, or nothing."""
+    at = found.get("scheduler")
+    if at is None:
+        return []
+    lines = []
+    if at["refused"]:
+        lines.append(f"the gate refuses it to jobs since {moment(at['refused_since'])} ({at['refused']})")
+    if at["drained"]:
+        lines.append(f"it is drained in SLURM: {clean(at['drained'])}")
+    if at["reserved"]:
+        lines.append("it is reserved in SLURM, so that only tests run there")
+    if at["let_run_by"] and found["against"]:
+        lines.append(f"{clean(at['let_run_by'])} let it run: it is left alone until new evidence, or an operator's word")
     return lines
+
+
+def _ends_in_slurm(found: Json) -> list[str]:
+    at = found.get("scheduler")
+    if at is None or not (at["refused"] or at["drained"] or at["reserved"]):
+        return []
+    if at["wanted"]:
+        return [f"asked for by {clean(at['wanted'])}: by `rsup nodes undrain {clean(found['node'])} --reason ...`"]
+    boards = [clean(one["name"]) for one in found["against"] if one["kind"] == "device" and one["may_drain"]]
+    if boards:
+        return [f"once nothing counts against {', '.join(boards[:MAX_BOARDS])}: `rsup devices why {boards[0]}` says how"]
+    return []
 
 
 def _ends(story: WhyStory) -> list[str]:
@@ -105,6 +153,7 @@ def _ends(story: WhyStory) -> list[str]:
     lines = []
     if found["override"]:
         lines.append(f"the {found['override']['word']} at {moment(found['override']['until'])}")
+    lines += _ends_in_slurm(found)
     if state == "clear":
         return lines or ["there is nothing to end"]
     if state in ("watch", "suspect"):

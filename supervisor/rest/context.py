@@ -4,7 +4,7 @@ Requests run on threads of their own. They read the store over `engine`, which i
 a `Change` goes to the supervisor's loop, which stores it with its principal.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +69,12 @@ class Gates(Protocol):
     def snapshot(self) -> Snapshot | None: ...
 
     @property
+    def no_snapshot(self) -> str: ...
+
+    @property
+    def slurm_nodes(self) -> Collection[str]: ...
+
+    @property
     def counters(self) -> Counters: ...
 
     def status(self) -> Mapping[str, Any]: ...
@@ -120,6 +126,11 @@ class RestContext:
     identities: Identities | None = None
     """Who peers of the UNIX socket and makers of MUNGE credentials are; None: only tokens count."""
     rest_ports: tuple[int, ...] = ()
+
+    @property
+    def slurm_nodes(self) -> Collection[str]:
+        """Nodes that SLURM knows, as far as it is asked."""
+        return () if self.gates is None else self.gates.slurm_nodes
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

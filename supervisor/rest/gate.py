@@ -13,11 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from rsup.supervisor.hardware.hostlist import expand
 from rsup.supervisor.hardware.node_report import MAX_EVENTS, NodeEvent, NodeReport
 from rsup.supervisor.principals import Principal, Role
-from rsup.supervisor.render import clean
+from rsup.supervisor.render import clean, clean_line
 from rsup.supervisor.rest.context import Context, Gates, RestContext
 from rsup.supervisor.rest.guards import AnyPrincipal, Asker, Operator, Reporter
 from rsup.supervisor.rest.problems import documented, refused
+from rsup.supervisor.slurm.drain_status import running_nodes
 from rsup.supervisor.slurm.drain_words import Word
+from rsup.supervisor.slurm.gate_watch import gates_of
 from rsup.supervisor.slurm.snapshot import verdict_of
 from rsup.supervisor.wire import Device, now_us
 
@@ -28,6 +30,7 @@ Nodes = Annotated[str, Path(max_length=4000, pattern=r"^[^\x00-\x1f]+$")]
 Json = dict[str, Any]
 
 WORD_WITHIN_S = 30.0
+NO_SNAPSHOT_YET = "there is no snapshot yet; ask again in a moment"
 MAX_FETCHERS = 65_536
 SNAPSHOT_TYPE = "application/vnd.rsup.snapshot"
 
@@ -56,6 +59,14 @@ class Event(BaseModel):
     code: int | str | None = None
     detail: str | None = Field(None, max_length=4096)
     job: str | int | None = None
+    seconds: float | None = Field(None, ge=0, le=3600, description="of a `job-end`: how long the gate took")
+
+
+class GateBody(BaseModel):
+    """What a node says of its own gate."""
+
+    mode: str = Field("", max_length=20)
+    trouble: str = Field("", max_length=1000, description="why it decides nothing; empty: it sees")
 
 
 class ReportBody(BaseModel):
@@ -64,6 +75,7 @@ class ReportBody(BaseModel):
     boot_id: str = Field("", max_length=120)
     inventory: list[Board] | None = Field(None, max_length=256)
     events: list[Event] = Field(default=[], max_length=MAX_EVENTS)
+    gate: GateBody | None = None
 
 
 class DrainBody(BaseModel):
@@ -84,11 +96,12 @@ async def snapshot(
     gates = _gates(context)
     newest = gates.snapshot
     if newest is None:
-        raise refused(503, "there is no snapshot yet; ask again in a moment")
+        raise refused(503, gates.no_snapshot or NO_SNAPSHOT_YET)
     if principal.role is Role.NODE:
         fetched = gates.counters.fetched_us
         if principal.node in fetched or len(fetched) < MAX_FETCHERS:
             fetched[principal.node] = now_us()
+        gates.counters.watch.asked(principal.node, now_us())
     headers = {"ETag": newest.etag, "Cache-Control": "no-cache"}
     if newest.etag in (tag.strip().removeprefix("W/") for tag in if_none_match.split(",")):
         return Response(status_code=304, headers=headers)
@@ -100,6 +113,10 @@ def report(context: Context, reporter: Reporter, name: NodeName, body: ReportBod
     """What happened on a node, by its own root; each event is applied once, by its key. `lines`: what was not believed."""
     if context.report_node is None:
         raise refused(404, "this supervisor takes no reports of nodes: that is for `rsup serve`")
+    if body.gate is not None and context.gates is not None:
+        context.gates.counters.watch.told(name, clean(body.gate.mode), clean_line(body.gate.trouble), now_us())
+        if body.inventory is None and not body.events:
+            return {"node": name, "new": 0, "known": 0, "lines": []}
     try:
         reply = context.report_node(_report(name, body, reporter)).result(context.reply_timeout_s)
     except NoReply:
@@ -108,6 +125,11 @@ def report(context: Context, reporter: Reporter, name: NodeName, body: ReportBod
         raise refused(503, "the report was not taken up now; send it again")
     if context.gates is not None:
         counters = context.gates.counters
+        if not reply.known:  # told once
+            counters.time_gates([event.seconds for event in body.events if event.seconds is not None])
+        for event in body.events:
+            if event.kind in ("prolog-refused", "gate-unknown"):
+                counters.watch.decided(name, event.kind, clean_line(event.detail or ""), min(event.time_us, now_us()))
         for kind, num in reply.kinds.items():
             counters.events[kind] += num
             if kind in ("prolog-refused", "gate-unknown", "gate-cap"):
@@ -156,19 +178,21 @@ def verdict(
 ) -> Json:
     """What a gate with the newest snapshot says of a job on that node: `accept`, `avoid` or `refuse`. `gpu`: UUIDs that the job
     holds; without: any of the node's."""
-    newest = _gates(context).snapshot
+    gates = _gates(context)
+    newest = gates.snapshot
     if newest is None:
-        raise refused(503, "there is no snapshot yet; ask again in a moment")
+        raise refused(503, gates.no_snapshot or NO_SNAPSHOT_YET)
     return {**verdict_of(newest.content, name, gpu), "serial": newest.serial, "guard_open": newest.content["guard_open"]}
 
 
 @router.get("/slurm", tags=["gate"])
 def slurm_status(context: Context, asker: Asker) -> Json:
     """Drains: what is proposed, refused and drained, the guard, and the difference to what SLURM shows."""
-    status = _gates(context).status()
+    gates = _gates(context)
+    status = gates.status()
     if not status:
         raise refused(503, "nothing was decided about nodes yet; ask again in a moment")
-    return dict(status)
+    return {**status, "gates": gates_of(gates.counters.watch, running_nodes(status), now_us())}
 
 
 @router.post("/nodes/{name}/drain", tags=["nodes"])
@@ -197,7 +221,14 @@ def _say(context: RestContext, asker: Principal, verb: str, names: str, body: Dr
         raise refused(503, f"no answer within {WORD_WITHIN_S:g} s; see rsup slurm status, then look again") from None
     if answer.refused:
         raise refused(409, answer.refused)
-    return {"kind": "node", "name": names, "verb": verb, "dry_run": body.dry_run, "message": answer.message}
+    return {
+        "kind": "node",
+        "name": names,
+        "verb": verb,
+        "dry_run": body.dry_run,
+        "message": answer.message,
+        "undone": answer.undone,
+    }
 
 
 def _gates(context: RestContext) -> Gates:

@@ -1,5 +1,6 @@
 """What every request passes first: its Host, its size, who it is from; and the headers that every answer gets."""
 
+import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -8,7 +9,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rsup.supervisor import munge
+from rsup.supervisor import munge, node_tokens
 from rsup.supervisor.identities import Identities, Vouched
 from rsup.supervisor.munge import MungeError
 from rsup.supervisor.principals import Principal, Role, owner_name
@@ -32,6 +33,11 @@ NO_TOKEN = (
     "or a MUNGE credential, or ask over the UNIX socket"
 )
 WRONG_TOKEN = "this token is not known here: use the one in the file `token` of the supervisor's state directory"
+NODE_TOKEN = (
+    "{what}: put what `rsup slurm node-token NODE` prints on the supervisor's host into the node's /etc/rsup/token, mode 0600"
+)
+_OF_NODES = re.compile(r"/api/v1/(gate/snapshot|nodes/[^/]+/report)")
+"""What nodes ask and tell: nobody there is to be sent for an operator's token."""
 
 
 class Guard:
@@ -56,7 +62,8 @@ class Guard:
 
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
-        if not self._host_allowed(headers.get("host", "")) and scope["path"] != "/healthz":
+        is_local = (scope.get("client") or ("",))[0] == PEER_UID  # no page of another site reaches a UNIX socket
+        if not (is_local or self._host_allowed(headers.get("host", ""))) and scope["path"] != "/healthz":
             detail = f"this supervisor does not answer to that host name; use http://{self._allowed_hosts[0]}:PORT"
             await problem(Request(scope), 421, detail)(scope, receive, send_with_headers)
         elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
@@ -113,13 +120,18 @@ def find_principal(
     else:
         token = request.cookies.get(cookie_name(request), "")
         if not token:
-            raise refused(401, NO_TOKEN)
+            raise refused(401, NODE_TOKEN.format(what="no token") if _is_of_nodes(request) else NO_TOKEN)
         if request.method not in SAFE_METHODS and not _same_origin(request):
             raise refused(403, "a request with the page's cookie must come from the page itself; send a bearer token")
     principal = context.tokens.find(token)
     if principal is None:
-        raise refused(401, WRONG_TOKEN)
+        is_node = token.startswith(node_tokens.PREFIX) or _is_of_nodes(request)
+        raise refused(401, NODE_TOKEN.format(what="this node's token is not known here") if is_node else WRONG_TOKEN)
     return principal
+
+
+def _is_of_nodes(request: Request) -> bool:
+    return _OF_NODES.fullmatch(request.url.path) is not None
 
 
 def _by_munge(request: Request, identities: Identities, credential: str, ports: tuple[int, ...]) -> Principal:

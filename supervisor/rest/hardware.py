@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path
 from rsup.supervisor import hardware_views
 from rsup.supervisor.device_selector import find_device, find_node
 from rsup.supervisor.hardware import standing_views, why_view
+from rsup.supervisor.node_story import node_story
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
 from rsup.supervisor.rest.paging import Limit, Name, NameCursor, page
@@ -23,14 +24,14 @@ Json = dict[str, Any]
 def list_nodes(context: Context, asker: Asker, limit: Limit = 100, cursor: NameCursor = "", state: Name = "") -> Json:
     """Nodes by name, only those in `state` if given."""
     with context.reading() as connection:
-        return page(*hardware_views.list_nodes(connection, after=cursor, limit=limit, state=state))
+        return page(*hardware_views.list_nodes(connection, after=cursor, limit=limit, state=state, others=context.slurm_nodes))
 
 
 @router.get("/nodes/{name}", tags=["nodes"])
 def node_detail(context: Context, asker: Asker, name: Named) -> Json:
-    """One node with the jobs it took part in and the incidents on it."""
+    """One node with the jobs it took part in, the incidents on it, what speaks against it and where it stands in SLURM."""
     with context.reading() as connection:
-        return hardware_views.node_detail(connection, name, asker.may_read)
+        return node_story(connection, name, asker.may_read, context.slurm_nodes)
 
 
 @router.get("/devices", tags=["devices"])
@@ -61,7 +62,7 @@ def device_why(context: Context, asker: Asker, uuid: Named) -> Json:
 def node_why(context: Context, asker: Asker, name: Named) -> Json:
     """The same of a node."""
     with context.reading() as connection:
-        return why_view.why(connection, "node", name, asker.may_read)
+        return why_view.why(connection, "node", name, asker.may_read, context.slurm_nodes)
 
 
 @router.get("/devices/{uuid}/evidence", tags=["devices"])
@@ -79,5 +80,5 @@ def node_evidence(context: Context, asker: Asker, name: Named, limit: Limit = 10
     """The same of a node."""
     with context.reading() as connection:
         same = {"cursor": cursor, "limit": limit, "may_read": asker.may_read}
-        found = standing_views.list_evidence(connection, "node", find_node(connection, name), **same)  # type: ignore[arg-type]
+        found = standing_views.list_evidence(connection, "node", find_node(connection, name, context.slurm_nodes), **same)  # type: ignore[arg-type]
         return page(*found)

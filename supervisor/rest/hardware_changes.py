@@ -71,7 +71,7 @@ def change_device(context: Context, asker: Asker, uuid: Named, verb: Verb, body:
 def change_node(context: Context, asker: Asker, name: Named, verb: Verb, body: HardwareBody) -> Json:
     """The same of a node."""
     with context.reading() as connection:
-        find_node(connection, name)
+        find_node(connection, name, context.slurm_nodes)
     return _change(context, asker, "node", name, verb, body, node=name)
 
 

@@ -35,7 +35,7 @@ def ready(request: Request, context: Context) -> Response:
     """The loop turns and the store can be written."""
     loop_age_s, store_error = context.live.loop_age_s(), context.live.store_error()
     if store_error:
-        return problem(request, 503, "the store cannot be written now; the supervisor's log says why")
+        return problem(request, 503, "the store does not answer or cannot be written now; the supervisor's log says why")
     if loop_age_s > MAX_LOOP_AGE_S:
         return problem(request, 503, f"the supervisor's loop has not turned for {loop_age_s:.0f} s")
     return Response('{"status":"ready"}', media_type="application/json")

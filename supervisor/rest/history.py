@@ -61,7 +61,7 @@ def node_timeline(
 ) -> Json:
     """Everything about a node, newest first."""
     with context.reading() as connection:
-        same = {"kind": "node", "cursor": cursor, "limit": limit, "may_read": asker.may_read}
+        same = {"kind": "node", "cursor": cursor, "limit": limit, "may_read": asker.may_read, "others": context.slurm_nodes}
         return history_views.timeline(connection, name, _at(at, "at"), **same)  # type: ignore[arg-type]
 
 

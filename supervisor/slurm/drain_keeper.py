@@ -22,16 +22,17 @@ from rsup.supervisor.hardware.hostlist import fold
 from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.records import DrainNoted, Record
 from rsup.supervisor.slurm import drain_rows, drain_words
-from rsup.supervisor.slurm.drain_plan import Ground, Plan, PlanSettings, View, decide
+from rsup.supervisor.slurm.drain_plan import Plan, decide
 from rsup.supervisor.slurm.drain_status import Counters, status_of
-from rsup.supervisor.slurm.drain_steps import take
+from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, View
 from rsup.supervisor.slurm.drain_words import Answer, Word
 from rsup.supervisor.slurm.guard import HOUR_US
-from rsup.supervisor.slurm.lookout import Lookout
+from rsup.supervisor.slurm.lookout import ClusterFile, Lookout
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog, logs_of, noted
 from rsup.supervisor.slurm.said_once import SaidOnce
-from rsup.supervisor.slurm.scheduler import SchedulerError, Scontrol
+from rsup.supervisor.slurm.scheduler import Scontrol
 from rsup.supervisor.slurm.snapshot import Publisher, Snapshot, content_of, is_due
+from rsup.supervisor.slurm.step_taker import StepTaker
 from rsup.supervisor.wire import RsupError
 
 LEAST_GAP_S = 0.5
@@ -48,6 +49,8 @@ class KeeperSettings(Struct, frozen=True):
     cluster: str
     plan: PlanSettings = PlanSettings()
     every_s: float = 10.0
+    expects_slurm: bool = True
+    """Somebody wants nodes drained, or SLURM is set up here: else its absence is nothing to speak of."""
 
 
 class NotKept(RsupError):
@@ -55,22 +58,27 @@ class NotKept(RsupError):
 
 
 class DrainKeeper:
-    """`keep` hands records to the loop; `doubt` says why nothing may be changed now, empty if it may. From any thread:
-    `snapshot`, `status`, `ask`, `wake`, `counters`."""
+    """`keep` hands records to the loop; `doubt` says why nothing may be changed now, empty if it may. `publisher` makes what
+    signs snapshots; while it raises `RsupError` gates get none (`no_snapshot` says why), and the rest goes on. From any thread:
+    `snapshot`, `no_snapshot`, `slurm_nodes`, `status`, `ask`, `wake`, `counters`."""
 
     def __init__(
         self,
         engine: Engine,
         scontrol: Scontrol,
-        publisher: Publisher,
+        publisher: Callable[[], Publisher],
         keep: "Callable[[Sequence[Record]], Future[bool]]",
         guard: Guard,
         settings: KeeperSettings,
         doubt: Callable[[], str] = lambda: "",
+        remembered: ClusterFile | None = None,
     ) -> None:
-        self._engine, self._scontrol, self._publisher = engine, scontrol, publisher
+        self._engine, self._make_publisher = engine, publisher
+        self._publisher: Publisher | None = None
         self._keep, self._guard, self._settings, self._doubt = keep, guard, settings, doubt
         self.snapshot: Snapshot | None = None
+        self.no_snapshot = ""
+        self.slurm_nodes: frozenset[str] = frozenset()
         self.counters = Counters()
         self._status: dict[str, object] = {}
         self._logs: dict[str, NodeLog] | None = None
@@ -78,7 +86,10 @@ class DrainKeeper:
         self._next_number = 1
         self._unkept: list[DrainNoted] = []
         self._said = SaidOnce(_log)
-        self._lookout = Lookout(scontrol, settings.cluster, self._said, wire.now_us)
+        self._lookout = Lookout(
+            scontrol, settings.cluster, self._said, wire.now_us, is_expected=settings.expects_slurm, remembered=remembered
+        )
+        self._taker = StepTaker(scontrol, self._said, wire.now_us)
         self._words: SimpleQueue[tuple[Word, Future[Answer]]] = SimpleQueue()
         self._heard: list[tuple[Word, Future[Answer], Answer]] = []
         self._wake = threading.Event()
@@ -122,17 +133,21 @@ class DrainKeeper:
                 self._said.over("round")
             except (SQLAlchemyError, RsupError) as error:
                 self._said.say("round", f"nothing is decided about nodes now, gates keep what they have: {_line(error)}")
+                self._refuse_words(f"nothing was done: {_line(error)}")
             except Exception:  # a fault of ours must not end the thread: the next round may do
                 _log.exception("a fault of rsup itself, in the decisions about nodes")
-            self._refuse_words("nothing was done; the supervisor's log says why")
+                self._refuse_words("nothing was done; the supervisor's log says why")
             time.sleep(min(LEAST_GAP_S, self._settings.every_s))
             self._wake.wait(self._settings.every_s)
+        self._refuse_words("nothing was done: the supervisor stops")
 
     def round(self) -> None:
         """One round. Raise `SQLAlchemyError`, `RsupError` where nothing can be decided."""
         self._read_notes()
         assert self._logs is not None
         view = self._look(self._logs)
+        if view.nodes is not None:
+            self.slurm_nodes = frozenset(view.nodes)
         now_us = wire.now_us()
         with self._engine.connect() as connection:
             grounds = drain_rows.read_grounds(connection, now_us)
@@ -143,12 +158,21 @@ class DrainKeeper:
         self._logs = plan.logs
         self._tell(plan)
         self._publish(grounds, plan, now_us)
-        if plan.steps:
-            self._take(plan)
+        self._take(plan)
         self.counters.rounds += 1
         mode = self._settings.plan.mode
         self._status = status_of(
-            mode, self._lookout.cluster, view, plan, self._logs, self.snapshot, self._lookout.trouble, self.counters.rounds
+            mode,
+            self._lookout.cluster,
+            view,
+            plan,
+            self._logs,
+            self.snapshot,
+            self._lookout.trouble,
+            self.counters.rounds,
+            self._taker.failing.values(),
+            self.no_snapshot,
+            is_expected=mode != "off" and self._settings.expects_slurm,
         )
         for word, future, told in heard:
             self._reply(word, future, told)
@@ -206,13 +230,9 @@ class DrainKeeper:
         return heard
 
     def _reply(self, word: Word, future: "Future[Answer]", told: Answer) -> None:
-        if not told.refused and not word.dry_run:
-            assert self._logs is not None
-            logs = {name: self._logs.get(name, NOTHING) for name in word.nodes}
-            late = [n for n, log in logs.items() if (not (log.drained or log.reserved)) == (word.verb == "drain")]
-            if late:
-                why = f" ({self._lookout.trouble})" if self._lookout.trouble else ""
-                told = Answer("", f"{told.message}; SLURM has not done it yet for {fold(late)}{why}: it is tried again")
+        assert self._logs is not None
+        trouble = self._taker.trouble(word.nodes) or self._lookout.trouble or self._doubt()
+        told = drain_words.outcome(word, told, self._logs, trouble)
         if future.set_running_or_notify_cancel():
             future.set_result(told)
 
@@ -225,9 +245,9 @@ class DrainKeeper:
     def _refuse_words(self, why: str) -> None:
         """Words that a round which failed has left."""
         heard, self._heard = self._heard, []
-        for _, future, told in heard:  # taken up, and then the round failed
+        for word, future, told in heard:  # taken up, and then the round failed
             if not future.done() and future.set_running_or_notify_cancel():
-                future.set_result(Answer(told.refused, f"{told.message}; not yet: it is tried again"))
+                future.set_result(drain_words.outcome(word, told, self._logs or {}, why))
         for _, future in self._taken():
             if future.set_running_or_notify_cancel():
                 future.set_result(Answer(why))
@@ -262,28 +282,29 @@ class DrainKeeper:
 
     def _take(self, plan: Plan) -> None:
         assert self._logs is not None
-        for step in plan.steps:
-            if self._stopped or self._doubt():
-                return
-            try:
-                notes = take(step, self._scontrol, self._logs, wire.now_us())
-            except SchedulerError as error:
-                self._lookout.trouble = str(error)
-                self.counters.failed += 1
-                self._said.say(f"step {step.kind}", f"{step.kind} {fold(step.nodes)}: {error}; tried again")
-                return
-            self._said.over(f"step {step.kind}")
+        may_go_on = lambda: not (self._stopped or self._doubt())  # noqa: E731
+        for step, notes in self._taker.take_all(plan.steps, self._logs, may_go_on):
             self._wake.set()  # and look what has come of it
             for note in notes:
                 self._logs[note.node] = noted(self._logs.get(note.node, NOTHING), note)
-            if notes:
+            if notes and step.kind != "renew":
                 _log.warning("%s in SLURM: %s (%s)", notes[0].what, fold(note.node for note in notes), step.reason or step.why)
             try:
                 self._kept(notes)
             except NotKept:  # what was done is done: it is noted when the store can be written
                 self._unkept += notes
+        self.counters.failed = self._taker.num_failed
 
     def _publish(self, grounds: Sequence[Ground], plan: Plan, now_us: int) -> None:
+        if self._publisher is None:
+            try:
+                self._publisher = self._make_publisher()
+            except RsupError as error:
+                self.no_snapshot = str(error)
+                self._said.say("key", f"{error}; until then gates get no snapshot", logging.ERROR)
+                return
+            self.no_snapshot = ""
+            self._said.over("key", "gates get their snapshot again")
         content = content_of(self._lookout.cluster, grounds, plan)
         if is_due(self.snapshot, content, now_us):
             self.snapshot = self._publisher.publish(content, now_us)

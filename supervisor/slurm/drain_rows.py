@@ -8,7 +8,7 @@ from rsup.supervisor.device_selector import is_serial
 from rsup.supervisor.hardware.hardware_rows import node_of, open_subjects
 from rsup.supervisor.hardware.states import avoided
 from rsup.supervisor.records import DrainNoted, SubjectSaved
-from rsup.supervisor.slurm.drain_plan import Ground
+from rsup.supervisor.slurm.drain_terms import Ground
 from rsup.supervisor.tables import COUNTED, drain_notes, evidence, nodes, seats, transitions
 
 NODE_SEEN_WITHIN_US = 30 * 86_400_000_000

@@ -1,16 +1,21 @@
 """What people and Prometheus see of drains: proposals, the guard, and the difference to what SLURM shows. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.metrics import Metric
 from rsup.supervisor.records import DrainNoted
-from rsup.supervisor.slurm.drain_plan import Plan, Step, View
+from rsup.supervisor.slurm.drain_plan import Plan
+from rsup.supervisor.slurm.drain_terms import Step, View
+from rsup.supervisor.slurm.gate_watch import GateWatch, gate_metrics
 from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.snapshot import Snapshot
+from rsup.supervisor.slurm.step_taker import Failing
 from rsup.supervisor.view_times import iso
+from rsup.supervisor.wire import now_us
 
 Json = dict[str, Any]
 
@@ -29,6 +34,19 @@ class Counters:
     """Steps that SLURM did not do."""
     fetched_us: dict[str, int] = field(default_factory=dict)
     """When each node last asked for the snapshot."""
+    watch: GateWatch = field(default_factory=lambda: GateWatch(now_us()))
+    """What is known of each node's gate."""
+
+    gate_s: float = 0.0
+    """That gates took before jobs began, in all; `num_timed` of them."""
+    num_timed: int = 0
+    longest_gate_s: float = 0.0
+
+    def time_gates(self, seconds: Sequence[float]) -> None:
+        """Some more."""
+        self.gate_s += sum(seconds)
+        self.num_timed += len(seconds)
+        self.longest_gate_s = max(self.longest_gate_s, *seconds, 0.0)
 
     def count(self, note: DrainNoted) -> None:
         """One more."""
@@ -44,8 +62,13 @@ def status_of(
     snapshot: Snapshot | None,
     trouble: str,
     num_rounds: int,
+    failing: Iterable[Failing] = (),
+    no_snapshot: str = "",
+    *,
+    is_expected: bool = True,
 ) -> Json:
-    """Everything in one screen."""
+    """Everything in one screen. `failing`: steps that SLURM does not do; `no_snapshot`: why gates get none; `is_expected`:
+    somebody wants SLURM to answer."""
     admission = plan.admission
     nodes = view.nodes or {}
     ours = {name: seen for name, seen in nodes.items() if seen.is_drained and seen.is_ours}
@@ -56,8 +79,10 @@ def status_of(
         "rounds": num_rounds,
         "scheduler": {
             "answers": view.nodes is not None and not view.is_stale,
+            "is_expected": is_expected,
             "trouble": trouble,
             "num_nodes": len(nodes),
+            "running": fold(name for name, seen in sorted(nodes.items()) if seen.is_in_service),
             "unknown_words": sorted({word for seen in nodes.values() for word in seen.unknown}),
         },
         "guard": {
@@ -66,8 +91,13 @@ def status_of(
             "num_eligible": admission.num_eligible,
             "limit": admission.limit,
             "in_last_hour": admission.in_last_hour,
+            "out_of_service": sorted(admission.away),
             "held": [{"node": name, "why": why} for name, why in sorted(admission.held.items())],
         },
+        "failing": [
+            {"step": one.kind, "node": one.node, "error": one.error, "since": iso(one.since_us)}
+            for one in sorted(failing, key=lambda one: (one.error, one.kind, one.node))
+        ],
         "proposals": [_step(step) for step in plan.proposals],
         "refused": [
             {"node": name, "id": f"Q-{number}", "since": iso(logs[name].admitted_us), "drained": bool(logs[name].drained)}
@@ -84,6 +114,7 @@ def status_of(
             "unknown_to_slurm": plan.unknown,
             "drained_without_ground": sorted(n for n in ours if n not in plan.refused and not _is_ours(logs, n)),
         },
+        "no_snapshot": no_snapshot,
         "snapshot": None if snapshot is None else {"serial": snapshot.serial, "made": iso(snapshot.made_us)},
     }
 
@@ -96,6 +127,12 @@ def _step(step: Step) -> Json:
     return {"step": step.kind, "nodes": list(step.nodes), "reason": step.reason, "why": step.why}
 
 
+def running_nodes(status: Mapping[str, Any]) -> list[str]:
+    """The nodes whose gates ought to ask, as SLURM shows them; none where it was not asked."""
+    text: str = status.get("scheduler", {}).get("running", "")
+    return expand(text) if text else []
+
+
 def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> list[Metric]:
     """Families of `/metrics`; few where no round was made yet."""
     found = [
@@ -106,11 +143,23 @@ def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> li
         ]),
         Metric("rsup_node_events_total", "counter", "Events that nodes have reported, by kind.", _by("kind", counters.events)),
     ]  # fmt: skip
-    oldest_us = min(counters.fetched_us.values(), default=None)
+    if counters.num_timed:
+        found += [
+            Metric("rsup_gate_seconds_total", "counter", "What gates took, interpreter included, before jobs that ran.", [
+                ({}, counters.gate_s)
+            ]),
+            Metric("rsup_gates_timed_total", "counter", "Gates that this counts.", [({}, counters.num_timed)]),
+            Metric("rsup_gate_seconds_max", "gauge", "The longest of them.", [({}, counters.longest_gate_s)]),
+        ]  # fmt: skip
+    found.append(gate_metrics(counters.watch, running_nodes(status), now_us))
+    oldest_us = min(list(counters.fetched_us.values()), default=None)
     if oldest_us is not None:
         age_s = max(0, now_us - oldest_us) / 1e6
         text = "How long ago the node that has waited longest asked for the snapshot."
         found.append(Metric("rsup_gate_cache_age_seconds", "gauge", text, [({}, age_s)]))
+    found.append(
+        Metric("rsup_drain_rounds_total", "counter", "Rounds in which nodes were decided on.", [({}, counters.rounds)])
+    )
     if status:
         guard, drained = status["guard"], status["drained"]
         owners = [({"owner": "rsup"}, len(drained["ours"])), ({"owner": "other"}, len(drained["others"]))]
@@ -124,7 +173,16 @@ def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> li
             Metric("rsup_left_alone_nodes", "gauge", "Nodes that somebody let run though they were to be refused.", [
                 ({}, len(status["differences"]["left_alone"]))
             ]),
+            Metric("rsup_drain_failing_nodes", "gauge", "Nodes for which SLURM does not do what is due.", [
+                ({}, len({one["node"] for one in status["failing"]}))
+            ]),
             Metric("rsup_scheduler_up", "gauge", "1 while SLURM answers.", [({}, int(status["scheduler"]["answers"]))]),
+            Metric("rsup_scheduler_expected", "gauge", "1 where somebody wants SLURM to answer.", [
+                ({}, int(status["scheduler"]["is_expected"]))
+            ]),
+            Metric("rsup_gate_snapshot_up", "gauge", "1 while there is a signed snapshot for gates.", [
+                ({}, int(not status["no_snapshot"]))
+            ]),
         ]  # fmt: skip
     return found
 

@@ -7,7 +7,7 @@ SLURM has no compare-and-set: between the look and the write lie some millisecon
 from collections.abc import Mapping
 
 from rsup.supervisor.records import DrainNoted
-from rsup.supervisor.slurm.drain_plan import ADDED_WEIGHT, Step
+from rsup.supervisor.slurm.drain_terms import ADDED_WEIGHT, Step
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog
 from rsup.supervisor.slurm.scheduler import Scontrol
 from rsup.supervisor.slurm.scheduler_text import RESERVATION
@@ -23,6 +23,11 @@ def take(step: Step, scontrol: Scontrol, logs: Mapping[str, NodeLog], now_us: in
         if names:
             scontrol.drain(names, step.reason)
         return [DrainNoted(name, now_us, "drained", 0, step.reason) for name in names]
+    if step.kind == "renew":
+        names = [n for n in step.nodes if n in fresh and fresh[n].is_drained and fresh[n].is_ours]
+        if names:
+            scontrol.explain(names, step.reason)
+        return [DrainNoted(name, now_us, "renewed", 0, step.reason) for name in names]
     if step.kind == "undrain":
         names = [n for n in step.nodes if n in fresh and fresh[n].is_drained and fresh[n].is_ours]
         if names:

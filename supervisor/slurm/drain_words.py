@@ -12,8 +12,8 @@ from rsup.supervisor.hardware.hostlist import fold
 from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.hardware.states import one_line
 from rsup.supervisor.records import DrainNoted
-from rsup.supervisor.slurm.drain_plan import View
-from rsup.supervisor.slurm.guard import admit
+from rsup.supervisor.slurm.drain_terms import View
+from rsup.supervisor.slurm.guard import admit, fleet_of
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog
 from rsup.supervisor.slurm.scheduler_text import NodeSeen
 
@@ -32,11 +32,13 @@ class Word(Struct, frozen=True, kw_only=True):
 
 
 class Answer(Struct, frozen=True):
-    """`refused`: why nothing is done, empty if it is; `notes`: to be kept, after which the plan does the rest."""
+    """`refused`: why nothing is done, empty if it is; `notes`: to be kept, after which the plan does the rest; `undone`: nodes
+    for which SLURM has not done it, which is tried again."""
 
     refused: str = ""
     message: str = ""
     notes: list[DrainNoted] = []
+    undone: list[str] = []
 
 
 def answer(
@@ -78,9 +80,8 @@ def _drain(
         if logs.get(name, NOTHING).wanted:
             return Answer(f"node {name} is drained already: {logs[name].wanted}; nothing was done")
     admitted = {name for name, log in logs.items() if log.number}
-    eligible = {name for name, seen in nodes.items() if seen.is_eligible} | (admitted & nodes.keys())
     new = [name for name in word.nodes if name not in admitted]
-    admission = admit(new, eligible, admitted, admitted_us, guard, now_us)
+    admission = admit(new, fleet_of(nodes, admitted), admitted_us, guard, now_us)
     if admission.held and not word.beyond_guard:
         held = next(iter(admission.held))
         what = f"{_named(list(admission.held))}: {admission.held[held]}"
@@ -104,6 +105,22 @@ def _undrain(word: Word, nodes: Mapping[str, NodeSeen], logs: Mapping[str, NodeL
             return Answer(f"node {name} is not drained by rsup; nothing was done")
         notes.append(DrainNoted(name, now_us + 1, "unwanted", 0, one_line(word.reason), word.principal))
     return Answer("", f"{_named(word.nodes)}: may run jobs again, until new evidence speaks against it", notes)
+
+
+def outcome(word: Word, told: Answer, logs: Mapping[str, NodeLog], trouble: str) -> Answer:
+    """What is to be said once a round was made with that word: not `drained` where SLURM has not done it. `trouble`: what it
+    said."""
+    if told.refused or word.dry_run:
+        return told
+    standing = {name: logs.get(name, NOTHING) for name in word.nodes}
+    late = [name for name, log in standing.items() if (not (log.drained or log.reserved)) == (word.verb == "drain")]
+    if not late:
+        return told
+    done = [name for name in word.nodes if name not in late]
+    first = f"{_named(done)}: {word.verb}ed; " if done else ""
+    asked = "not drained" if word.verb == "drain" else "drained still"
+    again = "it is tried again, until `rsup nodes undrain`" if word.verb == "drain" else "it is tried again"
+    return Answer("", f"{first}{_named(late)}: {asked}: {trouble or 'SLURM has not done it yet'}; {again}", undone=late)
 
 
 def _theirs(seen: NodeSeen) -> str:

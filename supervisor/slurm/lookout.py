@@ -1,34 +1,70 @@
 """Looks at SLURM for the drain keeper: what it shows now, or showed last, and what is wrong. Blocks; one thread only."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
-from rsup.supervisor.slurm.drain_plan import View
+from rsup.supervisor.slurm.drain_terms import View
 from rsup.supervisor.slurm.guard import HOUR_US
 from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.said_once import SaidOnce
-from rsup.supervisor.slurm.scheduler import NoScheduler, SchedulerError, Scontrol
+from rsup.supervisor.slurm.scheduler import SchedulerError, Scontrol
 from rsup.supervisor.slurm.scheduler_text import NodeSeen
 
+MAX_NAME_CHARS = 300
 STALE_AFTER_US = HOUR_US
 """So long the last answer stands in for SLURM's, for counting only."""
 
 
-class Lookout:
-    """`cluster`: its name, found in SLURM where it is not given. `trouble`: why it does not answer now, empty if it does."""
+class ClusterFile:
+    """The name of the cluster that SLURM told last, for a start at which it does not answer: a snapshot that names no cluster
+    would be believed in every one."""
 
-    def __init__(self, scontrol: Scontrol, cluster: str, said: SaidOnce, clock_us: Callable[[], int]) -> None:
-        self.cluster = cluster
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> str:
+        """Empty where nothing is kept."""
+        try:
+            return self._path.read_text().strip()[:MAX_NAME_CHARS]
+        except (OSError, ValueError):
+            return ""
+
+    def write(self, name: str) -> None:
+        """As far as the directory can be written."""
+        with contextlib.suppress(OSError):
+            self._path.write_text(f"{name}\n")
+
+
+class Lookout:
+    """`cluster`: its name, found in SLURM where it is not given. `trouble`: why it does not answer now, empty if it does.
+    `is_expected`: without it, a SLURM that has never answered is not worth a line in the log."""
+
+    def __init__(
+        self,
+        scontrol: Scontrol,
+        cluster: str,
+        said: SaidOnce,
+        clock_us: Callable[[], int],
+        *,
+        is_expected: bool = True,
+        remembered: "ClusterFile | None" = None,
+    ) -> None:
+        self._remembered = None if cluster else remembered
+        """Where the name is kept; None once it is known, or was given."""
+        self.cluster = self._remembered.read() if self._remembered is not None else cluster
         self.trouble = ""
         self._scontrol, self._said, self._clock_us = scontrol, said, clock_us
         self._last = View()
         self._looked_us = 0
+        self._is_expected = is_expected
 
     def look(self, logs: Mapping[str, NodeLog], *, reservations_too: bool) -> View:
         """SLURM as it is now; where it does not answer, as it was."""
         try:
             nodes = self._scontrol.nodes()
-            self.cluster = self.cluster or self._scontrol.cluster_name()
+            self._learn_cluster()
             needed = reservations_too or any(log.reserved for log in logs.values())
             reservations = frozenset(self._scontrol.reservations()) if needed else None
             lost = bool(self._looked_us) and _has_lost(logs, nodes, reservations)
@@ -44,12 +80,20 @@ class Lookout:
             self._said.say("words", f"SLURM shows states or flags that this rsup does not know: {', '.join(words)[:200]}")
         return self._last
 
+    def _learn_cluster(self) -> None:
+        if self._remembered is None and self.cluster:
+            return
+        found = self._scontrol.cluster_name()
+        if found and self._remembered is not None:
+            if found != self.cluster:
+                self._remembered.write(found)
+            self._remembered = None
+        self.cluster = found or self.cluster
+
     def _as_it_was(self, error: SchedulerError) -> View:
         self.trouble = str(error)
-        is_usual = isinstance(error, NoScheduler) and not self._last.nodes
-        self._said.say(
-            "scheduler", f"{error}; nodes are drained when it answers", logging.INFO if is_usual else logging.WARNING
-        )
+        level = logging.WARNING if self._is_expected or self._looked_us else logging.DEBUG
+        self._said.say("scheduler", f"{error}; nodes are drained when it answers", level)
         if self._clock_us() - self._looked_us > STALE_AFTER_US:
             return View()
         return View(self._last.nodes, self._last.reservations, is_stale=True)

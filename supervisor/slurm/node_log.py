@@ -4,7 +4,9 @@
 |---|---|
 | admitted, cleared | the guard let its refusal pass, and nothing counts against it any more |
 | wanted, unwanted | an operator asked for its drain (`rsup nodes drain`), or to let it run (`undrain`) |
-| drained, undrained | the supervisor did so |
+| drained, undrained | the supervisor did so, or found it done |
+| renewed | the supervisor wrote the reason of its drain anew |
+| rebooting, rebooted | SLURM itself reboots a drained node, and it is drained still afterwards |
 | reserved, unreserved | the same by a reservation |
 | weighted, unweighted | the same of the weight by which suspects come last |
 | resumed | somebody else ended our drain: it is left so until new evidence or an operator's word |
@@ -19,8 +21,8 @@ from msgspec.structs import replace
 from rsup.supervisor.records import DrainNoted
 
 NOTES = (
-    "admitted", "cleared", "wanted", "unwanted", "drained", "undrained", "reserved", "unreserved",
-    "weighted", "unweighted", "resumed", "yielded",
+    "admitted", "cleared", "wanted", "unwanted", "rebooting", "rebooted", "drained", "renewed", "undrained", "reserved",
+    "unreserved", "weighted", "unweighted", "resumed", "yielded",
 )  # fmt: skip
 
 
@@ -43,6 +45,8 @@ class NodeLog(Struct, frozen=True):
     left_alone_by: str = ""
     taken_over: bool = False
     """Somebody else's reason stands where ours stood."""
+    rebooting: bool = False
+    """SLURM reboots it: should the drain be gone afterwards, nobody has ended it."""
 
     def is_left_alone(self, newest_us: int) -> bool:
         """`newest_us`: the newest evidence, or word, against it."""
@@ -65,12 +69,16 @@ def noted(log: NodeLog, note: DrainNoted) -> NodeLog:
             return replace(log, wanted="", wanted_us=0, left_alone_us=note.at_us, left_alone_by=note.principal)
         case "drained":
             return replace(log, drained=note.reason, left_alone_us=0, left_alone_by="", taken_over=False)
+        case "renewed":
+            return replace(log, drained=note.reason)
         case "undrained":
-            return replace(log, drained="")
+            return replace(log, drained="", taken_over=False, rebooting=False)
+        case "rebooting" | "rebooted":
+            return replace(log, rebooting=note.what == "rebooting")
         case "yielded":
             return replace(log, drained="", taken_over=True)
         case "resumed":
-            gone = {"drained": "", "reserved": False, "taken_over": False, "wanted": "", "wanted_us": 0}
+            gone = {"drained": "", "reserved": False, "taken_over": False, "rebooting": False, "wanted": "", "wanted_us": 0}
             return replace(log, **gone, left_alone_us=note.at_us, left_alone_by=note.principal or "somebody else")
         case "reserved" | "unreserved":
             return replace(log, reserved=note.what == "reserved")

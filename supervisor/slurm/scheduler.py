@@ -7,6 +7,7 @@ from it.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,10 +24,20 @@ TIMEOUT_S = 5.0
 NODES_PER_CALL = 500
 _PLACES = "/usr/bin:/usr/local/bin:/usr/sbin:/opt/slurm/bin"
 MAX_ERROR_CHARS = 300
+NOT_ALLOWED_SEE = "docs/operating.md, Rights in SLURM"
+_NOT_ALLOWED = re.compile(r"Invalid user id|[Aa]ccess denied|[Pp]ermission denied|^sudo: ")
 
 
 class SchedulerError(RsupError):
     """SLURM did not do, or not answer, what it was asked; the text says what."""
+
+
+class SilentScheduler(SchedulerError):
+    """It did not answer in time: the next question would wait as long."""
+
+
+class NoRight(SchedulerError):
+    """SLURM, or sudo, does not let us."""
 
 
 class NoScheduler(SchedulerError):
@@ -70,6 +81,11 @@ class Scontrol:
         for part in _parts(names):
             self._run("update", f"nodename={fold(part)}", "state=drain", f"reason={reason}")
 
+    def explain(self, names: Sequence[str], reason: str) -> None:
+        """Another reason for what is drained."""
+        for part in _parts(names):
+            self._run("update", f"nodename={fold(part)}", f"reason={reason}")
+
     def undrain(self, names: Sequence[str]) -> None:
         """End a drain; a node that is down stays so, which `state=resume` would undo as well."""
         for part in _parts(names):
@@ -111,6 +127,8 @@ class Scontrol:
         out, errors = self._wait(process, what)
         if process.returncode and not (unknown_is_fine and "not found" in errors + out):
             said = " ".join((errors.strip() or out.strip() or "nothing").split())[:MAX_ERROR_CHARS]
+            if _NOT_ALLOWED.search(said):
+                raise NoRight(f"{what} is not allowed to rsup's user ({NOT_ALLOWED_SEE}): {said}")
             raise SchedulerError(f"{what} failed with {process.returncode}, and said: {said}")
         return out
 
@@ -119,7 +137,7 @@ class Scontrol:
             out, errors = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process)
-            raise SchedulerError(f"{what} did not answer within {self._timeout_s:g} s") from None
+            raise SilentScheduler(f"{what} did not answer within {self._timeout_s:g} s") from None
         return out.decode(errors="replace"), errors.decode(errors="replace")
 
 

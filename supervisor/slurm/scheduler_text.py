@@ -39,6 +39,17 @@ class NodeSeen(Struct, frozen=True):
     reason_by: str = ""
     weight: int | None = None
     partitions: tuple[str, ...] = ()
+    has_gpus: bool = False
+
+    @property
+    def is_in_service(self) -> bool:
+        """Up, drained or not."""
+        return self.state in IN_SERVICE and not self.flags & AWAY
+
+    @property
+    def is_rebooting(self) -> bool:
+        """By SLURM itself, or about to be."""
+        return any(flag.startswith("REBOOT") and flag not in ("REBOOT_CANCEL", "REBOOT_CANCELED") for flag in self.flags)
 
     @property
     def is_drained(self) -> bool:
@@ -56,9 +67,7 @@ class NodeSeen(Struct, frozen=True):
     @property
     def is_eligible(self) -> bool:
         """Whether it could be refused or drained at all: in service, or out of it only by us."""
-        if self.state not in IN_SERVICE or self.flags & AWAY:
-            return False
-        return not self.has_foreign_reason
+        return self.is_in_service and not self.has_foreign_reason
 
     @property
     def unknown(self) -> list[str]:
@@ -91,6 +100,7 @@ def _node(line: str) -> NodeSeen | None:
         reason_by=by,
         weight=int(weight) if weight.isascii() and weight.isdecimal() else None,
         partitions=tuple(part for part in fields.get("Partitions", "").split(",") if part),
+        has_gpus=re.search(r"(?:^|,)gpu\b", fields.get("Gres", "")) is not None,
     )
 
 
@@ -109,5 +119,6 @@ def read_setting(text: str, name: str) -> str:
 def reason_text(number: int, what: str, node: str = "") -> str:
     """A reason of ours, such as SLURM shows: `rsup:Q-17 GPU-1 quarantined: ...`; number 0: a person's word."""
     head = f"{PREFIX}Q-{number} " if number else PREFIX
+    what = what.removeprefix(f"{PREFIX} ").replace(f": {PREFIX} ", ": ")  # the word of a user whose name is rsup
     tail = f"; rsup nodes why {node}" if node and len(node) <= 40 else ""
     return head + one_line(what, MAX_REASON_CHARS - len(head) - len(tail)) + tail

@@ -3,7 +3,8 @@
     rsup-snapshot 1 KEY_ID SIGNATURE\\n     KEY_ID: the first 16 hex digits of SHA-256 of the 32 bytes of the public key;
     ...the bytes that are signed            SIGNATURE: base64
 
-The key is made when it is first needed. Supervisors that stand in for one another sign with the same file.
+The key is made when it is first needed. Supervisors that stand in for one another sign with the same file. It begins with
+`PRIVATE_MARK`, so that `rsup slurm install` never takes it for its public part.
 """
 
 import base64
@@ -22,6 +23,8 @@ from rsup.supervisor.wire import RsupError
 
 KEY_NAME = "signing-key"
 MAGIC = b"rsup-snapshot 1 "
+PRIVATE_MARK = "rsup-signing-key "
+"""Missing in files of before there was one, which are read all the same."""
 _KEY_BYTES = 32
 
 
@@ -86,7 +89,7 @@ def verified(data: bytes, public: str) -> bytes:
 def _read(path: Path) -> bytes:
     try:
         status = path.stat()
-        secret = base64.b64decode(path.read_text().strip(), validate=True)
+        secret = base64.b64decode(path.read_text().strip().removeprefix(PRIVATE_MARK), validate=True)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -104,7 +107,7 @@ def _make(path: Path) -> bytes:
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(base64.b64encode(os.urandom(_KEY_BYTES)).decode() + "\n")
+            file.write(PRIVATE_MARK + base64.b64encode(os.urandom(_KEY_BYTES)).decode() + "\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):  # of two starters the first wins

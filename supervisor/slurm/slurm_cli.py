@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -11,9 +12,11 @@ from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.query_source import NoAnswer, QueryError, RestSource, Sources
 from rsup.supervisor.render import clean, clean_line
+from rsup.supervisor.slurm.gate_watch import gate_lines, refusal_words
 from rsup.supervisor.wire import UsageError
 
 Json = dict[str, Any]
+EXIT_NOT_DONE = 1
 
 
 class NoDrains(QueryError):
@@ -58,8 +61,10 @@ def drain_nodes(words: Sequence[str]) -> int:
         body["beyond_guard"] = arguments.beyond_guard
     answer = _supervisor(arguments).answer(Question(f"/nodes/{quote(names, safe='')}/{verb}", lambda connection: {}, body=body))
     would = "would be: " if arguments.dry_run else ""
-    print(json.dumps(answer, indent=2, ensure_ascii=False) if arguments.json else f"{would}{answer['message']}")
-    return 0
+    undone = bool(answer.get("undone"))
+    text = json.dumps(answer, indent=2, ensure_ascii=False) if arguments.json else f"{would}{answer['message']}"
+    print(text, file=sys.stderr if undone and not arguments.json else sys.stdout)
+    return EXIT_NOT_DONE if undone else 0
 
 
 def _add_usual(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +75,7 @@ def _add_usual(parser: argparse.ArgumentParser) -> None:
 
 
 def _supervisor(arguments: argparse.Namespace) -> RestSource:
-    sources = Sources(places.state_dir(arguments.state_dir), arguments.supervisor, note=lambda text: None)
+    sources = Sources(places.state_dir_to_read(arguments.state_dir), arguments.supervisor, note=lambda text: None)
     try:
         return sources.supervisor()
     except NoAnswer as error:
@@ -84,18 +89,25 @@ def status_text(status: Json) -> str:
         f"{scheduler['num_nodes']} nodes" if scheduler["answers"] else f"no answer ({scheduler['trouble'] or 'not asked'})"
     )
     lines = [f"drains: mode {status['mode']}; SLURM {status['cluster'] or '(unnamed)'}: {answers}"]
+    lines += _failing(status["failing"])
     state = "TRIPPED" if guard["open"] else "holds nothing back"
     lines.append(
         f"guard: {state}; {guard['num_refused']} nodes refused, limit {guard['limit']} of {guard['num_eligible']},"
         f" {guard['in_last_hour']} within the hour"
+        + (f"; not counted, out of service anyway: {fold(guard['out_of_service'])}" if guard["out_of_service"] else "")
     )
     lines += [f"  held back {one['node']}: {one['why']}" for one in guard["held"]]
     for one in status["proposals"]:
         lines.append(f"  would {one['step']} {fold(one['nodes'])}: {one['reason'] or one['why']}")
+    failing = {one["node"] for one in status["failing"]}
     for one in status["refused"]:
-        lines.append(f"  refused {one['node']} {one['id']} since {one['since']}{', drained' if one['drained'] else ''}")
+        how = "" if one["node"] not in failing else ", SLURM does not do what is due (above)"
+        lines.append(f"  refused {one['node']} {one['id']} since {one['since']}{', drained' if one['drained'] else ''}{how}")
     lines += [f"  drained by us {one['node']}: {one['reason']}" for one in drained["ours"]]
-    lines += [f"  drained by {one['by'] or 'others'} {one['node']}: {one['reason'] or '-'}" for one in drained["others"]]
+    gates: Json = status.get("gates") or {}
+    for one in drained["others"]:
+        why = f"{one['reason'] or '-'}{refusal_words(gates, one['node'], one['reason'])}"
+        lines.append(f"  drained by {one['by'] or 'others'} {one['node']}: {why}")
     lines += [f"  left alone {one['node']}: {one['by']} let it run" for one in other["left_alone"]]
     lines += [f"  not touched {one['node']}: {one['for']}" for one in other["waiting"]]
     if other["unknown_to_slurm"]:
@@ -106,6 +118,20 @@ def status_text(status: Json) -> str:
         )
     if scheduler["unknown_words"]:
         lines.append(f"  states or flags unknown to this rsup: {', '.join(scheduler['unknown_words'])}")
-    if status["snapshot"]:
+    lines += gate_lines(gates)
+    if status["no_snapshot"]:
+        lines.append(f"snapshot: NONE for gates: {status['no_snapshot']}")
+    elif status["snapshot"]:
         lines.append(f"snapshot: serial {status['snapshot']['serial']}, made {status['snapshot']['made']}")
     return "\n".join(clean_line(line) for line in lines)  # reasons are other people's text
+
+
+def _failing(failing: Sequence[Json]) -> list[str]:
+    """What SLURM does not do; steps for several nodes for the same reason are one line."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    since: dict[tuple[str, str], str] = {}
+    for one in failing:
+        key = (one["step"], one["error"])
+        nodes.setdefault(key, []).append(one["node"])
+        since[key] = min(since.get(key, one["since"]), one["since"])
+    return [f"  NOT DONE since {since[key]}: {key[0]} {fold(nodes[key])}: {key[1]}" for key in nodes]

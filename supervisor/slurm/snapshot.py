@@ -5,14 +5,15 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from rsup.supervisor.hardware.states import one_line
-from rsup.supervisor.slurm.drain_plan import Ground, Plan
+from rsup.supervisor.slurm.drain_plan import Plan
+from rsup.supervisor.slurm.drain_terms import Ground
 from rsup.supervisor.slurm.signing import SigningKey
 from rsup.supervisor.view_times import iso
 
@@ -20,6 +21,8 @@ SCHEMA = 1
 REFRESH_US = 600_000_000
 """A snapshot is made anew so often though nothing has changed, so that nodes see its age."""
 STORED = "gate-snapshot"
+LEAST_BELIEVED = 2
+"""So many refused nodes a gate of the smallest cluster believes (`launcher.slurm.gate_decision`)."""
 
 Json = dict[str, Any]
 
@@ -42,11 +45,12 @@ def content_of(cluster: str, grounds: Iterable[Ground], plan: Plan) -> Json:
     listed = list(grounds)
     nodes: dict[str, Json] = {}
     devices: dict[str, Json] = {}
+    refused, away = _told_refused(plan)
     for node, log in sorted(plan.logs.items()):
         if log.wanted:
-            nodes[node] = _entry(node in plan.refused, "drained", f"Q-{log.number}" if log.number else "", log.wanted, None)
+            nodes[node] = _entry(node in refused, "drained", f"Q-{log.number}" if log.number else "", log.wanted, None)
     for ground in sorted(listed, key=lambda ground: (ground.kind, ground.subject)):
-        number = plan.refused.get(ground.node, 0) if ground.refuses else 0
+        number = refused.get(ground.node, 0) if ground.refuses else 0
         name = f"Q-{number}" if number else f"S-{ground.version}"
         reason = ground.reason
         if ground.refuses and ground.node in plan.left_alone:
@@ -60,12 +64,21 @@ def content_of(cluster: str, grounds: Iterable[Ground], plan: Plan) -> Json:
     return {
         "schema": SCHEMA,
         "cluster": cluster,
-        "num_nodes": admission.num_eligible,
-        "max_refused": admission.max_refused,
+        "num_nodes": admission.num_eligible + len(away),
+        "max_refused": admission.max_refused + len(away),
         "guard_open": admission.is_open,
         "nodes": nodes,
         "devices": devices,
     }
+
+
+def _told_refused(plan: Plan) -> tuple[Mapping[str, int], Collection[str]]:
+    """Nodes that gates are to refuse, with their numbers, and those of them that are out of service anyway. No gate believes
+    that half of a cluster is bad: where there would be so many, the latter are left out."""
+    away = plan.admission.away & plan.refused.keys()
+    if len(plan.refused) <= max(LEAST_BELIEVED, (plan.admission.num_eligible + len(away)) // 2):
+        return plan.refused, away
+    return {node: number for node, number in plan.refused.items() if node not in away}, frozenset()
 
 
 def _entry(refuses: bool, state: str, name: str, reason: str, until_us: int | None) -> Json:

@@ -1,7 +1,8 @@
 """One supervisor and many nodes: 2,048 simulated agents with 16,384 ranks, on SQLite and on PostgreSQL.
 
 `python -m tests.bench.bench_fleet [--agents 2048] [--seconds 300] [--database-url URL | --only sqlite|postgres]`. Without a
-URL a PostgreSQL server is started on the local disk with its safe defaults (fsync on). Goals: nothing lost, nothing refused.
+URL a PostgreSQL server is started on the local disk with its safe defaults (fsync on). Goals: nothing lost, nothing refused,
+nobody called lost but the one agent that falls silent.
 """
 
 import argparse
@@ -52,15 +53,21 @@ def one_run(folder: Path, url: str, name: str, num_agents: int, seconds: float) 
         rest_s, peak_mib, cpu = watch(serving, fleet)
         assert fleet.stdout is not None
         told = json.loads(fleet.stdout.read())
-        lost = told["exits_told"] - stored_exits(url or f"sqlite:///{folder}/{name}.db")
+        stored = stored_events(url or f"sqlite:///{folder}/{name}.db")
+        lost = told["exits_told"] - stored.get("RankExited", 0)
+        called_lost = stored_losses(url or f"sqlite:///{folder}/{name}.db")
     finally:
         serving.end()
     what = f"{num_agents} agents, {8 * num_agents} ranks"
+    wrongly = sum(node != told["silent_node"] for node, _ in called_lost)
     counts = f"{told['facts_told']} facts: {told['unacknowledged']} not acknowledged, {lost} exits lost"
-    counts += f", {len(told['refused'])} refused"
+    counts += f", {len(told['refused'])} refused; {wrongly} live agents called lost"
+    counts += f", {stored.get('StartAbandoned', 0)} starts given up"
+    found_s = [(at_us - told["silent_us"]) / 1e6 for node, at_us in called_lost if node == told["silent_node"]]
     detections_ms = [1000 * s for s in told["detections_s"]]
     return [
         Row(f"{what}: death to stop order, per agent", name, detections_ms, "ms", "", counts),
+        Row(f"{what}: silence to its line in the story (15 s is the rule)", name, found_s, "s"),
         Row(f"{what}: REST", name, [1000 * s for s in rest_s], "ms"),
         Row(f"{what}: memory of the supervisor", name, [peak_mib], "MiB"),
         Row(
@@ -90,13 +97,25 @@ def watch(serving: Serving, fleet: "subprocess.Popen[str]") -> tuple[list[float]
     return rest_s, peak, 100 * (times.user + times.system) / (time.monotonic() - began_s)
 
 
-def stored_exits(url: str) -> int:
+def stored_events(url: str) -> dict[str, int]:
+    """How many of each kind."""
     engine = reader_engine(url)
     with engine.connect() as connection:
-        wanted = select(func.count()).select_from(tables.events).where(tables.events.c.kind == "RankExited")
-        found = int(connection.execute(wanted).scalar() or 0)
+        kinds = connection.execute(select(tables.events.c.kind, func.count()).group_by(tables.events.c.kind))
+        found = {str(kind): int(number) for kind, number in kinds}
     engine.dispose()
     return found
+
+
+def stored_losses(url: str) -> list[tuple[str, int]]:
+    """Nodes that were called lost, and when (UTC microseconds)."""
+    engine = reader_engine(url)
+    with engine.connect() as connection:
+        events = tables.events.c
+        found = connection.execute(select(events.node, events.recorded_us).where(events.kind == "AgentLost"))
+        losses = [(str(node), int(at_us)) for node, at_us in found]
+    engine.dispose()
+    return losses
 
 
 def main(argv: list[str] | None = None) -> list[Row]:

@@ -2,7 +2,8 @@
 
 Run as `python -m tests.bench.fleet_agents ADDRESS KEY_FILE NUM_AGENTS NODES_PER_JOB SECONDS SEED`; prints one JSON object. Each
 agent reports every second with the beats of its ranks, as `launcher.agent` does, and repeats facts that are not acknowledged.
-Every `FAULT_EVERY_S` a rank of some job fails; the time until its job's other agents are told to stop is measured.
+Every `FAULT_EVERY_S` a rank of some job fails; the time until its job's other agents are told to stop is measured. One agent
+falls silent when half of the time is over: the only one that may be called lost.
 """
 
 import json
@@ -40,7 +41,7 @@ class SimAgent:
         self.spec = wire.JobSpec(**spec, min_nodes=nodes, max_nodes=nodes, policy=policy)  # type: ignore[arg-type]
         self.facts: list[wire.AnyFact] = []
         self.acked = self.sent = self.last_command = self.epoch = self.attempt = self.first_rank = self.iteration = 0
-        self.welcomed = self.ended = self.has_failed = False
+        self.welcomed = self.ended = self.has_failed = self.is_dead = False
         self.next_report_s = time.monotonic() + random.random()
         self.sent_s = 0.0
         self.exits_told = 0
@@ -48,7 +49,7 @@ class SimAgent:
 
     def turn(self, now_s: float) -> None:
         """A report or hello where one is due."""
-        if now_s < self.next_report_s or self.ended:
+        if now_s < self.next_report_s or self.ended or self.is_dead:
             return
         self.next_report_s = now_s + REPORT_EVERY_S
         if not self.welcomed:
@@ -83,6 +84,8 @@ class SimAgent:
                 message = wire.decode_to_agent(self.socket.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return
+            if self.is_dead:
+                continue
             if isinstance(message, wire.Welcome):
                 self.welcomed, self.epoch, self.acked = True, max(self.epoch, message.epoch), message.acked_fact
                 self.sent = self.acked
@@ -172,11 +175,20 @@ class Fleet:
         jobs: dict[int, list[SimAgent]] = {}
         for agent in self.agents:
             jobs.setdefault(agent.job, []).append(agent)
-        whole = [job for job in jobs.values() if all(agent.attempt and not agent.has_failed for agent in job)]
+        whole = [job for job in jobs.values() if all(a.attempt and not a.has_failed and not a.is_dead for a in job)]
         if whole:
             victim = random.choice(random.choice(whole))
             self._failed_s[victim.job] = time.monotonic()
             victim.fail()
+
+    def silence_one(self) -> str:
+        """An agent speaks no more; its node."""
+        self.agents[-1].is_dead = True
+        return self.agents[-1].info.node
+
+    @property
+    def alive(self) -> list[SimAgent]:
+        return [agent for agent in self.agents if not agent.is_dead]
 
 
 def main() -> None:
@@ -191,21 +203,26 @@ def main() -> None:
         if all(agent.attempt for agent in fleet.agents):
             ready_s = time.monotonic() - began_s
     until_s = time.monotonic() + float(seconds)
+    silent_at_s, silent_us, silent_node = until_s - float(seconds) / 2, 0, ""
     next_fault_s = time.monotonic() + 2
     while time.monotonic() < until_s:
         fleet.turn()
         if time.monotonic() >= next_fault_s:
             next_fault_s += FAULT_EVERY_S
             fleet.fail_one()
+        if not silent_us and time.monotonic() >= silent_at_s:
+            silent_node, silent_us = fleet.silence_one(), wire.now_us()
     give_up_s = time.monotonic() + GIVE_UP_S
-    while any(agent.acked < len(agent.facts) for agent in fleet.agents) and time.monotonic() < give_up_s:
+    while any(agent.acked < len(agent.facts) for agent in fleet.alive) and time.monotonic() < give_up_s:
         fleet.turn()
     answer = {
         "ready_s": ready_s,
         "detections_s": fleet.detections_s,
         "exits_told": sum(agent.exits_told for agent in fleet.agents),
         "facts_told": sum(len(agent.facts) for agent in fleet.agents),
-        "unacknowledged": sum(len(agent.facts) - agent.acked for agent in fleet.agents),
+        "unacknowledged": sum(len(agent.facts) - agent.acked for agent in fleet.alive),
+        "silent_node": silent_node,
+        "silent_us": silent_us,
         "refused": fleet.refused[:3],
     }
     print(json.dumps(answer))

@@ -1,5 +1,8 @@
 """Who may speak for which agent: every case of `admit`, without a link."""
 
+import grp
+import pwd
+
 import pytest
 
 from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, admit
@@ -81,9 +84,20 @@ def test_operators_are_named_users_and_groups() -> None:
     assert peers.principal(0) == Principal(user_name(0), Role.OPERATOR)
     by_group = Peers(shared=True, operators=("@daemon",)).principal(1)  # daemon's own group has its name on every Linux
     assert by_group is not None and by_group.role is Role.OPERATOR
-    for wrong in ("@no-such-group-here", "@", ""):
+    for wrong in ("@", ""):
         with pytest.raises(UsageError, match="operators"):
             check_operators([wrong])
+
+
+def test_operators_that_are_not_known_are_named_and_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_operators(["root", "@daemon", "uid-4000000"]) == []
+    group, user = check_operators(["@no-such-group-here", "nosuchuserhere"])
+    assert "no group 'no-such-group-here'" in group and "no user 'nosuchuserhere'" in user
+    peers = Peers(shared=True, operators=("@admins",))  # the users' directory is away when the daemon starts
+    monkeypatch.setattr(grp, "getgrnam", lambda name: (_ for _ in ()).throw(OSError("directory away")))
+    assert len(check_operators(peers.operators)) == 1 and peers.principal(1) == Principal(user_name(1), Role.USER)
+    monkeypatch.setattr(grp, "getgrnam", lambda name: grp.struct_group((name, "x", pwd.getpwuid(1).pw_gid, [])))
+    assert peers.principal(1) == Principal(user_name(1), Role.OPERATOR)
 
 
 def test_a_zmq_peers_uid_comes_from_ipc_only() -> None:

@@ -403,6 +403,11 @@ def test_a_sites_file_is_merged_over_the_built_in_rules(tmp_path: Path) -> None:
         ('[rules.a]\nsource = "xid"\ngenerations = ["mars"]', "rules.a.generations"),
         ('[rules.a]\nsource="x"\ncodes=["1"]\n[rules.b]\nsource="x"\ncodes=["1"]', "code '1' of x is rules.a's already"),
         ('name = "a/b"', "name: use 1 to 60"),
+        ("[guard]\nmax_fraction = 5", "guard.max_fraction: 5.0 is not possible; use a part from 0 to 0.5, as 0.05 for 5 %"),
+        ("[guard]\nmax_fraction = 2\nmax_nodes = 0", "guard.max_fraction: 2.0 is not possible"),
+        ("[guard]\nmax_per_hour = 4000", "guard.max_per_hour: 4000 is not possible; use a number from 0 to 1000"),
+        ("[guard]\nmax_nodes = 60", "guard.max_nodes: 60 is not possible; use a number from 0 to most_nodes (50)"),
+        ("[guard]\nmax_per_rack = -1", "guard.max_per_rack: -1 is not possible"),
     ],
 )
 def test_a_malformed_policy_is_one_line_with_file_and_key(tmp_path: Path, text: str, says: str) -> None:

@@ -1,12 +1,15 @@
 """The pure parts of drains: what the guard lets pass, what is done to which node, what SLURM's text means."""
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.records import DrainNoted
-from rsup.supervisor.slurm.drain_plan import Ground, Plan, PlanSettings, View, decide
-from rsup.supervisor.slurm.drain_words import Word, answer
-from rsup.supervisor.slurm.guard import HOUR_US, admit, racks_of
+from rsup.supervisor.slurm.drain_plan import Plan, decide
+from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, View
+from rsup.supervisor.slurm.drain_words import Answer, Word, answer, outcome
+from rsup.supervisor.slurm.guard import HOUR_US, Fleet, admit, fleet_of, racks_of
 from rsup.supervisor.slurm.node_log import NodeLog, logs_of
 from rsup.supervisor.slurm.scheduler_text import MAX_REASON_CHARS, NodeSeen, read_nodes, read_reservations, reason_text
 
@@ -32,6 +35,8 @@ class Story:
         self.guard, self.now_us = guard, NOW
         self.notes: list[DrainNoted] = []
         self.logs: dict[str, NodeLog] = {}
+        self.reasons: dict[str, str] = {}
+        """What the last steps would have SLURM show."""
 
     def round(self, grounds: list[Ground], nodes: dict[str, NodeSeen] | None, stale: bool = False, **more: object) -> Plan:
         self.now_us += 1000
@@ -40,6 +45,7 @@ class Story:
         view = View(nodes, is_stale=stale, **more)  # type: ignore[arg-type]
         plan = decide(grounds, view, self.logs, lately, number, self.settings, self.guard, ["n0", "n1", "n2"], self.now_us)
         self.keep(*plan.notes)
+        self.reasons |= {node: step.reason for step in plan.steps for node in step.nodes}
         assert self.logs == {node: log for node, log in plan.logs.items() if node in self.logs or log != NodeLog()}
         return plan
 
@@ -47,9 +53,9 @@ class Story:
         self.notes += notes
         self.logs = logs_of(self.notes)
 
-    def done(self, node: str, what: str, reason: str = "rsup:x") -> None:
+    def done(self, node: str, what: str) -> None:
         self.now_us += 1000
-        self.keep(DrainNoted(node, self.now_us, what, 0, reason))
+        self.keep(DrainNoted(node, self.now_us, what, 0, self.reasons.get(node, "rsup:x")))
 
     def told(self) -> list[tuple[str, str]]:
         return [(note.node, note.what) for note in self.notes]
@@ -66,8 +72,10 @@ def test_percent_count_rate_and_rack_bound_admissions_each() -> None:
     lots = replace(GUARD, max_fraction=1.0, most_nodes=1000, max_per_hour=1000, max_per_rack=1000)
 
     def num(guard: Guard, wanted: list[str], eligible: list[str] = FLEET, **more: object) -> int:
-        given = {"admitted": [], "admitted_us": [], **more}
-        return len(admit(wanted, eligible, guard=guard, now_us=NOW, **given).passed)  # type: ignore[arg-type]
+        given = {"refused": [], "admitted_us": [], **more}
+        refused, admitted_us = frozenset(given["refused"]), given["admitted_us"]  # type: ignore[call-overload]
+        fleet = Fleet(frozenset(eligible), refused, frozenset(), len(eligible))
+        return len(admit(wanted, fleet, admitted_us, guard, NOW).passed)  # type: ignore[arg-type]
 
     assert num(lots, FLEET) == 100
     assert num(replace(lots, max_fraction=0.05), FLEET) == 5
@@ -77,17 +85,40 @@ def test_percent_count_rate_and_rack_bound_admissions_each() -> None:
     hour = [NOW - HOUR_US, NOW - HOUR_US + 1, NOW - 1, NOW + 5]
     assert num(replace(lots, max_per_hour=4), FLEET, admitted_us=hour) == 2, "older ones, and a stepped clock's, do not count"
     assert num(replace(lots, max_per_rack=2), FLEET) == 20
-    assert num(replace(lots, max_per_rack=2), FLEET, admitted=["r0-n0"]) == 19, "what is admitted already counts, once"
+    assert num(replace(lots, max_per_rack=2), FLEET, refused=["r0-n0"]) == 19, "what is admitted already counts, once"
     assert num(lots, ["x"], FLEET) == num(lots, FLEET[:1], []) == num(lots, [], []) == 0, "zero nodes is a usual fleet"
-    held = admit(["b", "a"], ["a", "b", "c"], ["c", "d"], [], lots, NOW)
+    held = admit(["b", "a"], Fleet(frozenset("abcd"), frozenset("cd"), frozenset("e"), 3), [], lots, NOW)
     assert held.passed == ["b"] and list(held.held) == ["a"] and held.is_open and held.max_refused == 3
+    assert held.away == {"e"} and held.num_eligible == 3
 
 
 def test_names_without_racks_have_no_limit_by_rack() -> None:
     pattern = GUARD.rack_pattern
     assert racks_of(FLEET, pattern)["r3-n7"] == "r3"
-    for names in (["n0", "n1"], [f"gpu-node-{i}" for i in range(500)], ["login"], []):
+    gpus, cpus = [f"gpu-{i:02}" for i in range(1, 61)], [f"cpu-{i:03}" for i in range(100)]
+    a100, h100 = [f"a100-{i}" for i in range(9)], [f"h100-{i}" for i in range(9)]
+    for names in (["n0", "n1"], [f"gpu-node-{i}" for i in range(500)], ["login"], [], gpus + cpus, a100 + h100 + cpus):
         assert not racks_of(names, pattern)
+    assert racks_of([*FLEET, *gpus], pattern) == racks_of(FLEET, pattern) != {}
+    assert racks_of([*gpus, *cpus], "^([a-z]+)-")["gpu-07"] == "gpu", "a site's own pattern is taken at its word"
+
+
+def test_nodes_that_are_out_of_service_anyway_use_up_nothing() -> None:
+    nodes = seen("n0", "n1", "n2", "n3") | seen("down", state="DOWN") | seen("off", flags="POWERED_DOWN")
+    nodes |= seen("ours", flags="DRAIN", reason="rsup:Q-1 x") | seen("prolog", flags="DRAIN", reason="Prolog error")
+    nodes |= seen("boots", state="DOWN", flags="DRAIN REBOOT_ISSUED", reason="rsup:Q-2 x")
+    fleet = fleet_of(nodes, {"down", "off", "gone", "ours", "prolog", "boots"})
+    assert fleet.refused == {"ours", "prolog", "boots"}, "a drain that a refusal of ours has led to counts on"
+    assert fleet.away == {"down", "off", "gone"} and fleet.num_counted == len(fleet.eligible) == 7
+    gpus = {name: replace(one, has_gpus=name in ("n0", "n1", "down")) for name, one in nodes.items()}
+    assert fleet_of(gpus, set()).num_counted == 2, "CPU nodes are no ground to refuse more GPU nodes"
+    assert fleet_of(None, {"x"}, ["y"]).num_counted == 2
+
+    story, against = Story(), [ground("n1"), ground("n2")]
+    story.round(against, seen("n0", "n1", "n2", "n3", "n4"))
+    plan = story.round([*against, ground("n3")], seen("n0", "n3", "n4") | seen("n1", "n2", state="DOWN", reason="ann: RMA"))
+    assert plan.refused.keys() == {"n1", "n2", "n3"} and not plan.admission.held
+    assert (plan.admission.num_refused, plan.admission.max_refused) == (1, 2)
 
 
 # --------------------------------------------------------------------------------------------------------------- the plan
@@ -99,7 +130,7 @@ def test_a_node_is_refused_at_once_and_drained_where_the_history_allows_it() -> 
     assert plan.refused == {"n1": 1, "n2": 2} and kinds(plan) == [("drain", ("n1",))]
     assert plan.steps[0].reason == "rsup:Q-1 GPU-n1 quarantined: wrong results; rsup nodes why n1"
     story.done("n1", "drained")
-    ours = seen("n1", flags="DRAIN", reason="rsup:x") | seen("n0", "n2")
+    ours = seen("n1", flags="DRAIN", reason=story.reasons["n1"]) | seen("n0", "n2")
     assert kinds(story.round([ground("n1"), ground("n2", may_drain="")], ours)) == []
     plan = story.round([ground("n2", may_drain="")], ours)
     assert kinds(plan) == [("undrain", ("n1",))] and plan.refused == {"n2": 2}
@@ -173,6 +204,67 @@ def test_a_node_that_is_gone_from_slurm_is_named_and_not_forgotten() -> None:
     assert not story.round(against, seen("n0") | seen("n1", flags="DRAIN", reason="rsup:x")).notes
 
 
+def test_a_reboot_by_slurm_is_nobodys_word() -> None:
+    story, against = Story(), [ground("n1")]
+
+    def look(**node: str) -> Plan:
+        return story.round(against, seen("n0") | seen("n1", **node))
+
+    def drained_again() -> None:
+        look()
+        story.done("n1", "drained")
+        look(flags="DRAIN", reason=story.reasons["n1"])
+
+    drained_again()
+    look(flags="DRAIN REBOOT_REQUESTED", reason=story.reasons["n1"])
+    look(state="DOWN", flags="DRAIN REBOOT_ISSUED", reason="firmware")
+    assert [what for _, what in story.told()][-2:] == ["drained", "rebooting"], "its reason is the reboot's, not somebody's"
+    plan = look()
+    assert kinds(plan) == [("drain", ("n1",))] and not plan.left_alone and story.told()[-1] == ("n1", "undrained")
+
+    drained_again()
+    look(state="DOWN", flags="DRAIN REBOOT_ISSUED", reason=story.reasons["n1"])
+    assert not kinds(look(flags="DRAIN", reason=story.reasons["n1"])) and story.told()[-1] == ("n1", "rebooted")
+    assert look().left_alone == {"n1": "somebody else"}, "a resume after it is a person's"
+
+
+def test_a_drain_shows_what_counts_now() -> None:
+    story, both = Story(), [ground("n1", at_us=NOW - 9), ground("n1", subject="GPU-b")]
+    plan = story.round(both[::-1], seen("n0", "n1"))
+    assert plan.steps[0].reason == "rsup:Q-1 GPU-n1 quarantined: wrong results (+1); rsup nodes why n1"
+    story.done("n1", "drained")
+    ours = seen("n0") | seen("n1", flags="DRAIN", reason=story.reasons["n1"])
+    assert not kinds(story.round(both, ours))
+    plan = story.round(both[1:], ours)
+    assert kinds(plan) == [("renew", ("n1",))] and plan.steps[0].reason.startswith("rsup:Q-1 GPU-b quarantined: wrong results;")
+    story.done("n1", "renewed")
+    assert not kinds(story.round(both[1:], ours)), "once, whatever SLURM makes of it"
+    story.settings = PlanSettings("propose")
+    assert not story.round(both, ours).proposals, "nothing that a person need do"
+
+
+def test_one_means_takes_the_place_of_the_other_without_a_gap() -> None:
+    story, against = Story(quarantine_by="reservation"), [ground("n1")]
+    story.round(against, seen("n0", "n1"), reservations=frozenset())
+    story.done("n1", "reserved")
+    reserved: dict[str, Any] = {"reservations": frozenset({"rsup_q_n1"})}
+    story.settings = PlanSettings("act")
+    assert kinds(story.round(against, seen("n0", "n1"), **reserved)) == [("drain", ("n1",))]
+    story.done("n1", "drained")
+    drained = seen("n0") | seen("n1", flags="DRAIN", reason=story.reasons["n1"])
+    (step,) = story.round(against, drained, **reserved).steps
+    assert (step.kind, step.why) == ("unreserve", "it is drained in its place")
+    story.done("n1", "unreserved")
+    story.settings = PlanSettings("act", "reservation")
+    assert kinds(story.round(against, drained, reservations=frozenset())) == [("reserve", ("n1",))]
+    story.done("n1", "reserved")
+    (step,) = story.round(against, drained, **reserved).steps
+    assert (step.kind, step.why) == ("undrain", "it is reserved in its place")
+    story.done("n1", "undrained")
+    (step,) = story.round([], seen("n0", "n1"), **reserved).steps
+    assert (step.kind, step.why) == ("unreserve", "nothing counts against it any more")
+
+
 def test_suspects_come_last_by_a_weight_that_is_taken_back() -> None:
     story, soft = Story(avoid_suspects=True), [ground("n1", refuses=False, may_drain="")]
     plan = story.round(soft, seen("n0", "n1"))
@@ -225,7 +317,11 @@ def test_what_an_operator_says_is_done_for_all_nodes_or_none() -> None:
     assert "not ours to end" in say("undrain", "n4") and "not drained by rsup" in say("undrain", "n1")
     assert "knows no node n9" in say("drain", "n1", "n9") and "drains are off" in say("drain", "n1", mode="off")
     assert say("undrain", "n1", logs={"n1": NodeLog(number=3)}) == "n1:unwanted"
-    word = Word(verb="drain", nodes=("n1",), reason="x", principal="bob")
+    word = Word(verb="drain", nodes=("n1", "n2"), reason="x", principal="bob")
+    told = Answer("", "n[1-2]: drained")
+    assert outcome(word, told, {"n1": NodeLog(drained="x"), "n2": NodeLog(reserved=True)}, "") == told
+    half = outcome(word, told, {"n1": NodeLog(drained="x")}, "scontrol hangs")
+    assert half.undone == ["n2"] and half.message.startswith("n1: drained; n2: not drained: scontrol hangs; it is tried again")
     assert "SLURM does not answer: it hangs" in answer(word, View(), {}, [], 1, GUARD, "act", "it hangs", NOW).refused
 
     story = Story("propose")

@@ -38,6 +38,11 @@ def against(**devices: Listed) -> Snapshot:
         (ASKED, against(GPU_9=replace(BAD, node="n1")), IndexMap(problem="no inventory"), LIMITS, ACCEPT, "clear"),
         (ASKED, against(GPU_3=BAD), IndexMap({"2": ("GPU-2", "GPU-3"), "3": ("GPU-4",)}), LIMITS, UNDECIDED, "index"),
         (ASKED, against(GPU_3=BAD, GPU_2=BAD), IndexMap({"2": ("GPU-2", "GPU-3")}), LIMITS, REFUSED, "device"),
+        # No gres: the job has all of the node's GPUs.
+        (replace(ASKED, indexes=(), has_all=True), against(GPU_3=BAD), BOARDS, LIMITS, REFUSED, "device"),
+        (replace(ASKED, indexes=(), has_all=True), against(GPU_9=replace(BAD, node="n1")), BOARDS, LIMITS, ACCEPT, "clear"),
+        (replace(ASKED, indexes=(), has_all=True), against(GPU_9=BAD), BOARDS, LIMITS, UNDECIDED, "index"),
+        (replace(ASKED, indexes=(), has_all=True), against(GPU_3=BAD), IndexMap(problem="none"), LIMITS, UNDECIDED, "index"),
         # Nodes.
         (ASKED, replace(EMPTY, nodes={"n17": BAD}), BOARDS, LIMITS, REFUSED, "node"),
         (replace(ASKED, indexes=()), replace(EMPTY, nodes={"n17": BAD}), BOARDS, LIMITS, REFUSED, "node"),
@@ -81,6 +86,8 @@ def test_eight_bad_gpus_of_one_node_are_one_node() -> None:
 
 def test_the_line_is_short_and_slurm_can_take_it() -> None:
     """At most 120 characters whatever the reason; it loses its end, not the way to the whole story."""
+    by_rsup = decide(ASKED, against(GPU_3=replace(BAD, reason="rsup: gone")), BOARDS, LIMITS, NOW).line
+    assert by_rsup == "rsup:Q-17 GPU 3 serial 1650 gone; rsup nodes why n17", "the daemon's user is rsup itself"
     bad = replace(BAD, reason='a "quoted" reason=\nof ' + "many words " * 40, until="2026-12-01T00:00:00Z")
     line = decide(ASKED, against(GPU_3=bad), BOARDS, LIMITS, NOW).line
     assert len(line) <= 120 and not set(line) & set("\n\"'=")
@@ -89,6 +96,18 @@ def test_the_line_is_short_and_slurm_can_take_it() -> None:
     )
     for one in (EMPTY, against(GPU_3=replace(bad, id="Q" * 200, serial="9" * 200))):
         assert len(decide(replace(ASKED, node="n" * 300), one, BOARDS, LIMITS, NOW).line) <= 120
+
+
+def test_an_acceptance_names_what_is_refused_to_others() -> None:
+    """Who asks about a node by hand must not read that all is well there."""
+    by_hand = replace(ASKED, indexes=())
+    told = "refused to jobs that get it: GPU-3 and 1 more, Q-17 SDC vote 3/3 jobs"
+    snapshot = against(GPU_3=BAD, GPU_9=BAD, GPU_8=replace(BAD, node="n1"))
+    assert decide(by_hand, snapshot, BOARDS, LIMITS, NOW).line == f"rsup:ok nothing against n17 itself; {told}"
+    line = decide(replace(ASKED, indexes=("0",)), snapshot, BOARDS, LIMITS, NOW).line
+    assert line == f"rsup:ok nothing against n17 or the GPUs in question; {told}"[:120]
+    other = decide(replace(by_hand, node="nope", is_here=False), EMPTY, BOARDS, LIMITS, NOW)
+    assert other.line == "rsup:ok nothing known against nope, if there is such a node"
 
 
 def test_the_wall_clock_only_moves_ends() -> None:

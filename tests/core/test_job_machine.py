@@ -512,6 +512,87 @@ def test_an_attempt_that_the_store_does_not_know_is_adopted() -> None:
     assert (driver.state.phase, driver.state.attempt, driver.state.epoch) == (Phase.STARTING, 4, 6)
 
 
+def restored(*members: str) -> Driver:
+    """Attempt 1 of two nodes, as an old backup has it; the agents are at attempt 3, of epoch 5, two ranks each."""
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
+    for name in members:
+        rejoin(driver, name)
+    return driver
+
+
+def rejoin(driver: Driver, name: str, attempt: int = 3, first_rank: int | None = None) -> None:
+    rank = {"a": 0, "b": 2}[name] if first_rank is None else first_rank
+    running = wire.RunningAttempt(rank, rank // 2, 4, 2) if attempt else None
+    driver.join(name, epoch=5, attempt=attempt, running=running)
+
+
+def test_all_agents_of_a_restored_job_are_adopted_before_its_end_is_believed() -> None:
+    driver = restored("a")
+    assert (driver.state.phase, driver.state.attempt, driver.state.world_size) == (Phase.RUNNING, 3, 4)
+    assert not driver.commands("b"), "what was to be done was in another attempt"
+    driver.exit("a", 0, 0)
+    driver.exit("a", 1, 0)
+    driver.gone("a")
+    driver.wait(3600)
+    assert driver.state.phase is Phase.RUNNING, "the other node may run its ranks"
+    rejoin(driver, "b")
+    agent = driver.state.agents["b"]
+    assert (agent.group_rank, agent.first_rank, agent.live_attempt) == (1, 2, 3)
+    rejoin(driver, "b")  # the same again, late
+    driver.exit("b", 3, 1)
+    assert driver.incidents()[-1].rank == 3 and driver.commands("b") == ["StopAttempt"]
+    driver.gone("b")
+    assert (driver.state.phase, driver.state.attempt, driver.state.epoch) == (Phase.STARTING, 4, 6)
+    driver = restored("b", "a")
+    assert [name for name, _ in driver.state.active] == ["a", "b"]
+    for name, rank in (("a", 0), ("a", 1), ("b", 2), ("b", 3)):
+        assert driver.state.phase is Phase.RUNNING
+        driver.exit(name, rank, 0)
+    assert driver.state.result is not None and driver.state.result.exit_code == 0
+
+
+def test_an_adopted_attempt_is_ended_on_nodes_that_are_heard_late() -> None:
+    driver = restored("a")
+    driver.exit("a", 0, 1)
+    driver.gone("a")
+    assert driver.state.phase is Phase.STOPPING, "ranks may live on b"
+    rejoin(driver, "b")
+    assert driver.commands("b") == ["StopAttempt"]
+    driver.feed(AgentHeard("b", 5, 17))
+    assert [c.sequence for c in driver.state.agents["b"].outbox] == [18]
+    driver.gone("b")
+    assert driver.state.phase is Phase.STARTING and driver.state.attempt == 4
+    driver = restored("a")
+    driver.exit("a", 0, 1)
+    driver.gone("a")
+    rejoin(driver, "b", attempt=0)
+    assert driver.state.phase is Phase.STARTING and driver.state.attempt == 4, "it runs nothing"
+
+
+def test_ranks_that_a_store_never_heard_of_are_waited_for_as_long_as_nodes_may_take() -> None:
+    driver = Driver(spec(min_nodes=1, max_nodes=2, policy=COUNT_3, join_timeout_s=60.0))
+    rejoin(driver, "a")
+    driver.exit("a", 0, 0)
+    driver.exit("a", 1, 0)
+    driver.gone("a")
+    assert driver.state.phase is Phase.RUNNING and "nothing has been heard of 2 ranks" in driver.events()[-1].text
+    driver.wait(30)
+    rejoin(driver, "b")
+    driver.wait(40)
+    assert driver.state.phase is Phase.RUNNING
+    driver.exit("b", 2, 0)
+    driver.exit("b", 3, 0)
+    assert driver.state.result is not None and driver.state.result.exit_code == 0
+    driver = Driver(spec(min_nodes=1, max_nodes=2, policy=COUNT_3, join_timeout_s=60.0))
+    rejoin(driver, "a")
+    driver.exit("a", 0, 0)
+    driver.exit("a", 1, 0)
+    driver.gone("a")
+    driver.wait(61)
+    assert driver.state.result is not None and driver.state.result.exit_code == 88, "they may be alive: no other attempt"
+    assert "nothing has been heard of 2 ranks of attempt 3, for 60 s" in driver.state.reason
+
+
 def test_a_damaged_agent_gone_number_does_not_hide_the_death() -> None:
     driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3)).run_nodes("a", "b")
     driver.feed(FactArrived("b", 1, wire.AgentGone(0, "dead")))

@@ -1,5 +1,7 @@
 """What SLURM and the gate say of a job's nodes, in the two machines: a node that was given up, and one that may not be used."""
 
+from msgspec.structs import replace
+
 from rsup.launcher import process_events as ev
 from rsup.supervisor import wire
 from rsup.supervisor.events import AgentSilent
@@ -49,6 +51,22 @@ def test_an_agent_behind_the_gate_joins_and_starts_nothing() -> None:
     (failed,) = facts(actions, wire.StartFailed)
     assert (failed.exit_code, failed.message) == (wire.EXIT_REQUEUE, "the gate refuses n1: nothing was started here")
     assert [fact.attempt for fact in facts(actions, wire.RanksGone)] == [1]
+
+
+def test_one_node_of_a_step_says_what_all_would_say() -> None:
+    for group, num_reports in (("none", 2), (f"{wire.SLURM_GROUP}c-1.0.0", 1)):
+        driver = Driver(spec(min_nodes=2, max_nodes=2, rdzv_id=group)).run_nodes("a", "b")
+        driver.exit("b", 2, 3)
+        for name in "ab":
+            driver.gone(name)
+        reports = [c.report for a in driver.state.agents.values() for c in a.outbox if isinstance(c, wire.EndJob)]
+        assert len(reports) == 2 and sum(map(bool, reports)) == num_reports
+    quiet, first = Agent(speaks_for_all=False, max_nodes=2).join(), Agent(speaks_for_all=True, max_nodes=2).join()
+    second = replace(start_command(), group_rank=1, first_rank=2)
+    assert of(quiet.order(second), ev.PrintReport) == []
+    assert len(of(first.order(second), ev.PrintReport)) == 1
+    moved = Agent(speaks_for_all=False, max_nodes=2).join().order(start_command())
+    assert len(of(moved, ev.PrintReport)) == 1, "it has taken the first one's place"
 
 
 def test_a_node_that_was_given_up_is_a_fact() -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rsup.launcher.slurm.node_settings import NodeProblem
 from rsup.launcher.slurm.snapshot_file import public_key_of, read_snapshot
 from rsup.supervisor.places import PlaceError
-from rsup.supervisor.slurm.drain_plan import Ground, Plan
+from rsup.supervisor.slurm.drain_plan import Plan
+from rsup.supervisor.slurm.drain_terms import Ground
 from rsup.supervisor.slurm.guard import Admission
 from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.signing import BadSnapshot, load_key, verified
@@ -22,6 +24,10 @@ def test_the_key_is_made_once_and_never_replaced(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert (tmp_path / "signing-key.pub").read_text().strip() == key.public == load_key(tmp_path).public
     assert load_key(tmp_path, str(tmp_path / "other")).public != key.public
+    with pytest.raises(NodeProblem, match="private signing key, which no node may have"):
+        public_key_of(path.read_bytes())
+    path.write_text(path.read_text().removeprefix("rsup-signing-key "))  # of before it was marked
+    assert load_key(tmp_path).public == key.public
     path.chmod(0o640)
     with pytest.raises(PlaceError, match="can be read by others"):
         load_key(tmp_path)
@@ -48,6 +54,22 @@ def test_only_what_the_key_has_signed_is_believed(tmp_path: Path) -> None:
     for text, (signed, public) in wrong.items():
         with pytest.raises(BadSnapshot, match=text):
             verified(signed, public)
+
+
+def test_nodes_that_are_out_of_service_anyway_make_no_gate_doubt_the_snapshot() -> None:
+    grounds = [Ground("device", f"GPU-{node}", node, "quarantined", "x") for node in ("n1", "n2", "n3", "n4")]
+
+    def told(num_eligible: int, away: set[str]) -> tuple[list[str], int, int]:
+        refused = {ground.node: number for number, ground in enumerate(grounds, 1)}
+        admission = Admission(num_refused=4 - len(away), num_eligible=num_eligible, limit=2, away=frozenset(away))
+        content = content_of("c", grounds, Plan(admission=admission, refused=refused))
+        entries = content["devices"].values()
+        names = [entry["node"] for entry in entries if entry["verdict"] == "refuse"]
+        assert len(names) <= min(content["max_refused"], max(2, content["num_nodes"] // 2)), "or gates doubt it"
+        return names, content["num_nodes"], content["max_refused"]
+
+    assert told(40, {"n3", "n4"}) == (["n1", "n2", "n3", "n4"], 42, 4)
+    assert told(4, {"n3", "n4"}) == (["n1", "n2"], 4, 2), "half of a cluster is never believed"
 
 
 def test_a_snapshot_says_what_the_plan_says(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
 """What a launch reads from SLURM's variables, and the words that it makes of SLURM's answers."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.launch_parser import parse_launch
+from rsup.launcher.slurm import meeting, scontrol
 from rsup.launcher.slurm.environment import SeveralAgents, SlurmPlace, check_tasks, read_place
 from rsup.launcher.slurm.finish import NoResult, read_outcome
 from rsup.launcher.slurm.hostnames import node_names
+from rsup.launcher.slurm.launch import _fitting
 from rsup.launcher.slurm.meeting import meeting_ports
-from rsup.launcher.slurm.requeue import _follows, _names_code
+from rsup.launcher.slurm.node_watch import given_up
+from rsup.launcher.slurm.requeue import _follows, _known, _names_code, target
+from rsup.launcher.slurm.scontrol import row_of_job
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rpc_links import Link, is_astray
+from rsup.supervisor.wire import UsageError
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -131,27 +138,101 @@ def test_requeue_exit_of_slurm_conf(text: str, found: bool) -> None:
 @pytest.mark.parametrize(
     ("waiting", "found"),
     [
-        ("18|singleton(unfulfilled)|train", True),
-        ("18|singleton(unfulfilled)|other", False),
-        ("18|afterany:17(unfulfilled)|other", True),
-        ("18|afterok:16(unfulfilled):17(unfulfilled)|other", True),
-        ("18|afternotok:171(unfulfilled)|train", False),
-        ("18|(null)|train", False),
-        ("17|singleton|train", False),
+        ("18|18|singleton(unfulfilled)|train", True),
+        ("18|18|singleton(unfulfilled)|other", False),
+        ("18|18|afterany:17(unfulfilled)|other", True),
+        ("18|18|afterok:16(unfulfilled):17(unfulfilled)|other", True),
+        ("18|18|afternotok:171(unfulfilled)|train", False),
+        ("18|18|(null)|train", False),
+        ("17|17|singleton|train", False),
         ("nonsense", False),
     ],
 )
 def test_what_would_go_on_with_a_job(waiting: str, found: bool) -> None:
-    assert _follows(waiting.split("|", 2), "17", {"JobName": "train"}) is found
+    assert _follows(waiting.split("|", 3), "17", {"JobName": "train"}) is found
+
+
+ARRAY = """JobId=93 ArrayJobId=93 ArrayTaskId=2 JobName=t NodeList=n[0-1] EndTime=2030-01-01T00:00:00 Requeue=1 Restarts=0
+JobId=94 ArrayJobId=93 ArrayTaskId=1 JobName=t NodeList=n[2-3] EndTime=2029-01-01T00:00:00 Requeue=0 Restarts=1
+JobId=95 ArrayJobId=93 ArrayTaskId=3-9%2 ArrayTaskThrottle=2 JobName=t NodeList= Requeue=1
+"""
+
+
+def test_a_task_of_an_array_is_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row_of_job(ARRAY, job).get("NodeList") for job in ("93", "94", "9")] == ["n[0-1]", "n[2-3]", None]
+    assert [target(row_of_job(ARRAY, job), job) for job in ("93", "94", "95")] == ["93_2", "93_1", "95"]
+    assert row_of_job("JobId=7 JobName=my job UserId=ann(1) Requeue=1", "7")["JobName"] == "my job"
+    assert target({"JobId": "7", "HetJobId": "7"}, "7") == "7"
+    monkeypatch.setattr(scontrol, "ask", lambda *command, within_s=0: "State=IDLE" if "node" in command else ARRAY)
+    assert [given_up("93", node) for node in ("n0", "n1")] == ["", ""]
+    assert "SLURM has taken it out of job 93, which holds n[0-1]" in given_up("93", "n2")
+    with pytest.raises(scontrol.SlurmUnavailable, match="does not show it"):
+        given_up("99", "n0")
+    ours = row_of_job(ARRAY, "93")
+    for waiting, follows in (
+        ("96|96|afterany:93_2(unfulfilled)|u", True),
+        ("96|96|afterany:93_20(unfulfilled)|u", False),
+        ("96|96|afterok:93_*(unfulfilled)|u", False),
+        ("96|96|singleton(unfulfilled)|t", True),
+        ("95|93|singleton(unfulfilled)|t", False),
+    ):
+        assert _follows(waiting.split("|", 3), "93_2", ours) is follows, waiting
+
+
+def test_a_step_that_is_too_small_or_has_odd_places() -> None:
+    said: list[str] = []
+    place = read_place(STEP)
+    assert place is not None
+
+    def fitting(*words: str) -> LaunchOptions:
+        return _fitting(parse_launch([*words, "t.py"], STEP), place, said.append)
+
+    with pytest.raises(UsageError, match=r"needs 4 nodes, and step 17\.2 has 3: .* srun --nodes=4, or give --nnodes 3"):
+        fitting("--nnodes", "4")
+    assert fitting("--nnodes", "2:4").max_nodes == 4 and fitting().node_rank == 1 and said == []
+    assert fitting("--node-rank", "0").node_rank == 1
+    assert said == ["rsup: --node-rank 0 has no effect: this is node 1 of step 17.2"]
+    assert fitting("--node-rank", "2", "--rdzv-endpoint", "n0:5").node_rank == 2, "the user's own meeting"
+
+
+@pytest.mark.parametrize("text", ["foo", "80", "5-", "0-9", "9-5", "1-70000", "-5-6"])
+def test_a_range_of_ports_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match=f"RSUP_PORT_RANGE={text} is no range of ports; write it as 10000-29999"):
+        meeting_ports(SlurmPlace("17"), {"RSUP_PORT_RANGE": text})
+
+
+def test_low_ports_are_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_first_port_for_all", lambda: 1024)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="ports below 1024 are root's"):
+        meeting_ports(SlurmPlace("17"), {"RSUP_PORT_RANGE": "80-80"})
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert meeting_ports(SlurmPlace("17"), {"RSUP_PORT_RANGE": "80-80"}) == (80, 80)
+
+
+def test_nodes_that_slurm_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def ask(*command: str, within_s: float = 0) -> str:
+        if command[-1] in ("n1", "n2"):
+            return "NodeName=n1"
+        raise scontrol.SlurmUnavailable(f"{' '.join(command)}: Node {command[-1]} not found")
+
+    monkeypatch.setattr(scontrol, "ask", ask)
+    assert _known(["n1", "n9", "a b", "n2"], said.append) == ("n1", "n2")
+    assert said == [f"rsup: SLURM knows no node '{name}', so that one is not excluded" for name in ("n9", "a b")]
 
 
 def test_results_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "result"
     with pytest.raises(NoResult, match="No such file"):
         read_outcome(path)
-    for text in ("", "[]", '{"exit_code": "x"}', "\x00"):
+    for text in ("", "[]", '{"exit_code": "x"}', "\x00", '{"exit_code": 999}'):
         path.write_text(text)
         with pytest.raises(NoResult, match="is no result file of rsup launch"):
             read_outcome(path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(NoResult, match="is no result file of rsup launch"):
+        read_outcome(tmp_path / "fifo")
     path.write_text('{"exit_code": 16, "avoid_nodes": ["n1", 5]}')
     assert (read_outcome(path).exit_code, read_outcome(path).nodes) == (16, ("n1",))

@@ -23,6 +23,7 @@ class Bench:
     sent: list[tuple[str, wire.ToAgent]] = field(default_factory=list)
     listening: list[str] = field(default_factory=list)
     instance: int = 0
+    embedded: bool = True
 
     def __post_init__(self) -> None:
         self.restart()
@@ -30,7 +31,7 @@ class Bench:
     def restart(self) -> None:
         """A new supervisor process over the same store."""
         self.instance += 1
-        where = wire.SupervisorInfo(f"i{self.instance}", self.instance, "host", True)
+        where = wire.SupervisorInfo(f"i{self.instance}", self.instance, "host", self.embedded)
         self.loop = Loop(self.store, self, self, where, self.listening.append, lambda: "generated")
         self.loop.on_fault = _raise
         self.loop.recover()
@@ -258,6 +259,43 @@ def test_a_new_agent_hears_of_a_full_disk_and_leaves_no_ghost_job() -> None:
     bench.wait(2.0)
     assert bench.loop.store_error == "" and bench.loop.jobs() == [] and not bench.store.rows
     assert isinstance(bench.join("b")[0], wire.Welcome)
+
+
+def test_a_new_agent_of_a_shared_supervisor_is_sent_elsewhere() -> None:
+    bench = Bench(embedded=False)
+    bench.store.fail_with = StoreFull("the database takes no more data")
+    bench.join("a")
+    bench.wait(2.5)
+    (said,) = bench.join("a")
+    assert isinstance(said, wire.StandsBy) and "no job can be started now: the database takes no more data" in said.message
+
+
+def test_nobody_is_dead_for_what_could_not_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """The database is away for a minute; an agent ends meanwhile, and what it has to say comes when it is back."""
+    bench = Bench(embedded=False)
+    bench.start()
+    away = StoreError("cannot reach the database")
+    bench.store.fail_with = away
+    bench.loop.lease_doubt = lambda: "another may have taken over" if bench.store.fail_with else ""
+    bench.loop.handle([AgentKnownDead("a", "what was seen just before")])
+    for _ in range(60):
+        bench.now_s += 1.0
+        bench.loop.listened(has_read_all=True)
+        assert all(isinstance(said, wire.StandsBy) for said in bench.hear("a", wire.Report("a", 1, 2)))
+        bench.loop.tick()
+    assert bench.loop.silent_s("a") < 5.0, "what it said was not taken, and is no silence"
+    bench.loop.handle([AgentKnownDead("a", "what was seen meanwhile")])
+    bench.store.fail_with = StoreError("cannot execute INSERT in a read-only transaction")
+    bench.wait(2.0)
+    bench.store.fail_with = None
+    for _ in range(5):  # it has yet to come back
+        bench.now_s += 1.0
+        bench.loop.listened(has_read_all=True)
+        bench.loop.tick()
+    assert bench.loop.store_error == "" and bench.loop.silent_s("a") < 2.5
+    assert "AgentGone" not in bench.kinds() and "AgentLost" not in bench.kinds()
+    assert [r.message for r in caplog.records if "cannot be written still: cannot execute" in r.message], "the new reason"
+    assert bench.report("a", note("I have ended"), first=3, acked=2).acked_fact == 3
 
 
 def test_a_turn_without_anything_to_write_is_no_cure(caplog: pytest.LogCaptureFixture) -> None:

@@ -134,6 +134,25 @@ def test_a_runtime_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytes
 
 
 @is_root
+def test_another_user_in_the_place_of_the_runtime_directory() -> None:
+    """As with root of several containers that have /tmp in common."""
+    uid = 3_000_000_000 + os.getpid()
+    theirs = Path(f"/tmp/rsup-{uid}")
+    theirs.mkdir(mode=0o700)
+    script = f"import os; from rsup.supervisor import places; os.setuid({uid}); print(places.runtime_dir())"
+    without = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=without, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    found = {Path(process.communicate(timeout=30)[0].strip()) for process in started}
+    theirs.rmdir()
+    assert len(found) == 1, "they meet there"
+    ours = found.pop()
+    assert ours.name.startswith(f"{theirs.name}-") and (ours.stat().st_uid, ours.stat().st_mode & 0o777) == (uid, 0o700)
+    ours.rmdir()
+
+
+@is_root
 def test_directories_that_are_mounted_read_only(place: Place) -> None:
     path = place.folder / "ro"
     path.mkdir()

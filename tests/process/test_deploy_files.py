@@ -47,6 +47,13 @@ def test_the_supervisor_runs_as_nobody_special_with_room_for_all_agents() -> Non
     assert set(unit("rsup-sudo.conf")) <= set(serve)
 
 
+def test_one_node_has_none_to_spare(tmp_path: Path) -> None:
+    script = ROOT / "deploy" / "slurm" / "spare_nodes.sbatch"
+    environment = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "t", "SLURM_JOB_ID": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (2, "1 nodes and 1 of them spare leave none: ask for more with sbatch --nodes\n")
+
+
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:

@@ -72,6 +72,7 @@ def test_several_nodes_need_a_place_to_meet(tmp_path: Path) -> None:
 
 def test_why_nobody_answers(port: int) -> None:
     assert "has no address here" in why_silent(UNKNOWN, port)
+    assert "the first node of this step has not come so far" in why_silent("127.0.0.1", port, in_step=True)
     assert "nothing listens" in why_silent("127.0.0.1", port) and "--node-rank 0" in why_silent("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0)) as other:
         said = why_silent("127.0.0.1", other.getsockname()[1])

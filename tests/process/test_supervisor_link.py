@@ -250,6 +250,8 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"^port {port} of 127.0.0.1 is in use; choose another --rdzv-endpoint$"):
             server.listen(f"127.0.0.1:{port}")
+        with pytest.raises(ListenError, match=r"choose another --rpc-listen$"):
+            server.listen(f"127.0.0.1:{port}", "--rpc-listen")
     with pytest.raises(ListenError, match=r"192\.0\.2\.7 is no address of this host"):
         server.listen("192.0.2.7:0")
     with pytest.raises(ListenError, match="needs a key"):

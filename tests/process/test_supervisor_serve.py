@@ -14,6 +14,7 @@ import pytest
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places
+from rsup.supervisor.rest_thread import RestThread
 from rsup.supervisor.wire import AgentInfo, JobSpec, Refusal, ToAgent, Welcome
 from tests.process.supervised_agent import MAIN, Agent, served, until
 
@@ -61,6 +62,20 @@ def test_serve_answers_agents_over_tcp_with_a_key_and_people_over_rest(state: Pa
         assert process.returncode == 0, errors
         assert notify.recv(100) == b"STOPPING=1"
     notify.close()
+
+
+def test_serve_does_not_start_on_a_store_that_has_moved_away(state: Path) -> None:
+    state.mkdir(mode=0o700, exist_ok=True)
+    (state / "database-url").write_text("postgresql://rsup:hunter2@db/rsup\n")
+    done = subprocess.run([*MAIN, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=30)
+    assert done.returncode and f"the store of {state} is at postgresql+psycopg://rsup:***@db/rsup: start" in done.stderr
+    assert "hunter2" not in done.stderr and len(done.stderr.splitlines()) == 1 and not (state / "rsup.db").exists()
+
+
+def test_an_address_that_stands_for_all_of_ours_is_named_by_the_host_to_others() -> None:
+    page = RestThread("0.0.0.0:0", lambda _: lambda: None)
+    assert page.public_address == page.address.replace("0.0.0.0", places.this_host())
+    page.stop()
 
 
 @pytest.mark.parametrize(

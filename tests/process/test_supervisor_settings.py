@@ -64,6 +64,7 @@ def test_a_flag_beats_the_environment_beats_the_file(tmp_path: Path) -> None:
 
 def test_repeated_flags_and_commas_make_lists() -> None:
     assert config.load(["--rpc", "ipc:///a", "--rpc", "ipc:///b"], {}).rpc == ("ipc:///a", "ipc:///b")
+    assert config.load(["--operators", "ann, @hpc", "--operators", "ben"], {}).operators == ("ann", "@hpc", "ben")
     assert config.load([], {"RSUP_RPC_LISTEN": "a:1, b:2"}).rpc_listen == ("a:1", "b:2")
 
 

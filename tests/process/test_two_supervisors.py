@@ -51,15 +51,18 @@ class Pair:
         self.ended.append(one)
         return one
 
-    def launch(self, *addresses: str, num_ranks: int = 2, more: tuple[str, ...] = ()) -> "subprocess.Popen[bytes]":
+    def launch(
+        self, *addresses: str, num_ranks: int = 2, more: tuple[str, ...] = (), job_id: str = "t1"
+    ) -> "subprocess.Popen[bytes]":
+        (self.folder / job_id).mkdir(exist_ok=True)
         script = self.folder / "train.py"
         script.write_text(SCRIPT)
-        options = ["--nproc-per-node", str(num_ranks), "--job-id", "t1", "--max-restarts", "5", *more]
+        options = ["--nproc-per-node", str(num_ranks), "--job-id", job_id, "--max-restarts", "5", *more]
         environment = os.environ | {
             "RSUP_SUPERVISOR": ",".join(addresses),
             "RSUP_KEY_FILE": str(self.key),
             "RSUP_DATABASE_URL": "",
-            "OUT": str(self.folder),
+            "OUT": str(self.folder / job_id),
         }
         with self.launch_log.open("ab") as log:
             command = [sys.executable, "-m", "rsup.launcher", "launch", *options, str(script)]
@@ -71,8 +74,8 @@ class Pair:
     def launch_log(self) -> Path:
         return self.folder / "launch.log"
 
-    def pid_of(self, rank: int, attempt: int, within_s: float = 30.0) -> int:
-        path = self.folder / f"pid-{rank}-{attempt}"
+    def pid_of(self, rank: int, attempt: int, within_s: float = 30.0, job_id: str = "t1") -> int:
+        path = self.folder / job_id / f"pid-{rank}-{attempt}"
         try:
             wait_for(lambda: path.exists() and path.read_text(), path.name, within_s)
         except AssertionError:
@@ -85,16 +88,33 @@ class Pair:
         return self.launch_log.read_text(errors="replace") if self.launch_log.exists() else ""
 
     def events(self) -> list[tuple[int, str, int | None]]:
-        """Number, kind and rank of every event of the job."""
+        """Number, kind and rank of every event of the job t1."""
         engine = reader_engine(self.url)
         columns = (tables.events.c.number, tables.events.c.kind, tables.events.c.rank)
+        t1 = select(tables.jobs.c.id).where(tables.jobs.c.job_id == "t1").scalar_subquery()
         with engine.connect() as connection:
-            rows = [(row[0], row[1], row[2]) for row in connection.execute(select(*columns).order_by(columns[0]))]
+            rows = [
+                (row[0], row[1], row[2])
+                for row in connection.execute(select(*columns).where(tables.events.c.job == t1).order_by(columns[0]))
+            ]
         engine.dispose()
         return rows
 
+    def end_of(self, job: str) -> tuple[int, list[tuple[str, str]]] | None:
+        """The exit code and the events (kind, text) that the store has of a job, None: it goes on."""
+        engine = reader_engine(self.url)
+        ids = select(tables.jobs.c.id, tables.jobs.c.exit_code).where(
+            tables.jobs.c.job_id == job, tables.jobs.c.phase == "ended"
+        )
+        with engine.connect() as connection:
+            found = connection.execute(ids).first()
+            told = select(tables.events.c.kind, tables.events.c.text).where(tables.events.c.job == (found[0] if found else -1))
+            texts = [(row[0], row[1]) for row in connection.execute(told.order_by(tables.events.c.number))]
+        engine.dispose()
+        return None if found is None else (found[1], texts)
+
     def finishes(self, job: "subprocess.Popen[bytes]") -> None:
-        (self.folder / "finish").touch()
+        (self.folder / "t1" / "finish").touch()
         assert job.wait(60) == 0, self.said
 
     def story_is_whole(self, num_deaths: int, num_ranks: int = 2) -> None:
@@ -191,13 +211,14 @@ def test_a_leader_cut_off_from_the_database_lets_its_agents_go_before_another_le
 def test_a_database_that_is_away_costs_nothing(pair: Pair) -> None:
     a = pair.serve("a").leads()
     b = pair.serve("b").stands_by()
-    job = pair.launch(a.rpc, b.rpc)
-    rank = pair.pid_of(0, 1)
+    job, stopped = pair.launch(a.rpc, b.rpc), pair.launch(a.rpc, b.rpc, num_ranks=1, job_id="t2")
+    rank, _ = pair.pid_of(0, 1), pair.pid_of(0, 1, job_id="t2")
     pair.server.stop_at_once()
     try:
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: "cannot reach the database" in b.log and "may have taken over" in a.log, "both notice")
         wait_for(lambda: a.ask("/readyz")[0] == 503, "a says that it is not ready")
+        stopped.terminate()
         assert a.ask("/healthz")[0] == 200 and a.ask("/api/v1/jobs", (a.state / "token").read_text().strip())[0] == 503
         late = pair.launch(a.rpc, b.rpc, more=("--require-supervisor",))
         lonely = subprocess.run(
@@ -209,10 +230,14 @@ def test_a_database_that_is_away_costs_nothing(pair: Pair) -> None:
         )
         assert lonely.returncode == 0 and "an embedded one takes its place" in lonely.stderr + lonely.stdout, lonely
         assert late.wait(60) == 75 and "leads (" in pair.said, pair.said
+        assert stopped.wait(60) == 143, pair.said
         assert job.poll() is None and a.process.poll() is None and b.process.poll() is None
     finally:
         pair.server.start_again()
     pair.pid_of(0, 2, within_s=40)
+    code, texts = wait_for(lambda: pair.end_of("t2"), "the launch that was stopped meanwhile has ended in the store")
+    assert code == 143 and not {"AgentLost", "Restart"} & {kind for kind, _ in texts}, texts
+    assert not [text for _, text in texts if "nobody has spoken" in text], texts
     pair.finishes(job)
     pair.story_is_whole(num_deaths=1)
 
@@ -232,7 +257,7 @@ def test_supervisors_with_different_keys_say_so(pair: Pair) -> None:
     assert (
         json.loads(
             subprocess.check_output(
-                [sys.executable, "-m", "rsup.launcher", "db", "check", "--json", "--database-url", pair.url], text=True
+                [sys.executable, "-m", "rsup.launcher", "db", "check", "--json", "--state-dir", str(b.state)], text=True
             )
         )["holder"]["pid"]
         == a.process.pid

@@ -71,6 +71,13 @@ def test_a_short_or_binary_token_is_refused(state: Path) -> None:
 
 
 def test_a_nodes_token_speaks_for_that_node_only(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_tokens.main(["--state-dir", str(state), "n1"]) == 1, "no supervisor has been here"
+    told = capsys.readouterr()
+    assert told.out == "" and "would be worth nothing" in told.err and not (state / "node-secret").exists()
+    node_tokens.make_secret(state)
+    assert node_tokens.main(["--state-dir", str(state), "n[1-3]", "n4"]) == 0
+    assert [line.split(".")[1] for line in capsys.readouterr().out.split()] == ["n1", "n2", "n3", "n4"]
+    assert node_tokens.main(["--state-dir", str(state), "n[1-"]) == 2 and "list of nodes" in capsys.readouterr().err
     assert node_tokens.main(["--state-dir", str(state), "n1", "gpu-3.cluster"]) == 0
     first, second = capsys.readouterr().out.split()
     assert (state / "node-secret").stat().st_mode & 0o777 == 0o600

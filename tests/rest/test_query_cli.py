@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 
 from rsup.launcher import cli
 from rsup.supervisor import places, query_cli, request_outcome
+from rsup.supervisor.query_source import QueryError, Sources
 from rsup.supervisor.records import EventLogged
 from rsup.supervisor.sql_store import SqlStore
 from tests.rest.played import TOKENS, PlayedSupervisor, Reply, Served
@@ -37,6 +40,30 @@ def test_the_store_is_read_when_no_supervisor_runs(story: SqlStore, capsys: pyte
     assert [attempt["outcome"] for attempt in status["attempts"]] == ["failed", "succeeded"]
     assert status["incidents"][0]["signal_name"] == "SIGKILL" and status["incidents"][0]["stacks"]
     assert err == "rsup: no supervisor runs; reading the store\n"
+
+
+def test_a_state_directory_that_others_may_not_look_into(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's shared supervisor is asked all the same; without one a line says what is wrong."""
+    sockets = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
+    monkeypatch.setenv("RSUP_SOCKET_DIR", str(sockets))
+    state.chmod(0)
+    was = os.geteuid()
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(sockets / "rest.sock"))
+            listener.listen()
+            (sockets / "rest.sock").chmod(0o777)
+            sockets.chmod(0o755)
+            if was == 0:
+                os.seteuid(65534)
+            source = Sources(state, "", note=lambda text: None)
+            assert source.supervisor() is not None
+        with pytest.raises(QueryError, match=r"cannot look into .*: Permission denied; ask a supervisor"):
+            source.read(lambda one: one.jobs(1, "", ""))
+    finally:
+        os.seteuid(was)
+        state.chmod(0o700)
+        shutil.rmtree(sockets)
 
 
 def test_a_running_supervisor_answers_with_live_beats(announced: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,13 @@ def test_no_token_and_a_wrong_one_are_told_apart(served: Served) -> None:
     assert "no token" in problem_of(answer, 401) and answer.headers["www-authenticate"].startswith("Bearer")
     for wrong in (f"Bearer {TOKENS['user']}x", f"Bearer {TOKENS['user'][:-1]}", "Bearer \u00e9\u00e8"):
         answer = client.get("/api/v1/jobs", headers={b"Authorization": wrong.encode("latin-1")})
-        assert "not known" in problem_of(answer, 401)
+        assert "not known" in problem_of(answer, 401) and "file `token`" in answer.text
+    # Nobody at a node is to take the operator's.
+    asked = [("GET", "/api/v1/gate/snapshot"), ("POST", "/api/v1/nodes/n1/report")]
+    for headers in ({}, {"Authorization": "Bearer anything-that-lies-there"}, {"Authorization": "Bearer node.n1.0123abcd"}):
+        for method, path in [*asked, *([("GET", "/api/v1/jobs")] if "node." in str(headers) else [])]:
+            detail = problem_of(client.request(method, path, headers=headers), 401)
+            assert "rsup slurm node-token NODE" in detail and "file `token`" not in detail, (path, headers)
 
 
 def test_signing_in_sets_a_cookie_and_takes_the_token_out_of_the_address(served: Served) -> None:

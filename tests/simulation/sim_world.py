@@ -228,6 +228,7 @@ class World:
         self._inbox.clear()
 
         def work() -> None:
+            loop.listened(has_read_all=True)
             if batch:
                 loop.handle(batch)
             if loop.next_wakeup_s() <= 0.0:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rsup.supervisor.heartbeat_board import remove_leftovers
 from tests.slurm.cluster_conf import SLOTS, gres_text, hook_text, slurm_text
 from tests.slurm.job_processes import job_processes
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "setpriv")
 NUM_GPUS = 4
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+UIDS = range(20000, 20004)
 TAKEN_OVER = ("RSUP_", "XDG_RUNTIME_DIR")  # of the test's own environment, for what runs as root
 
 
@@ -91,6 +93,10 @@ class Cluster:
             self._end_daemon(name, signal.SIGTERM)
         for pid in job_processes(self.conf):
             _kill(pid)
+        deadline = time.monotonic() + 5
+        while job_processes(self.conf) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        remove_boards()
 
     # ---- commands ------------------------------------------------------------------------------------------------
     def run(
@@ -130,7 +136,7 @@ class Cluster:
         """Nodes that are idle and answer."""
         return self.run("sinfo", "-h", "-N", "-o", "%t").stdout.split().count("idle")
 
-    def job(self, job: int) -> dict[str, str]:
+    def job(self, job: int | str) -> dict[str, str]:
         """``scontrol show job`` as words: JobState, NodeList, ExcNodeList, Restarts, Reason, ..."""
         text = self.run("scontrol", "-o", "show", "job", str(job)).stdout
         pairs = [word.partition("=") for word in text.split() if "=" in word]
@@ -166,6 +172,11 @@ class Cluster:
         if name not in self.daemons or self.daemons[name].poll() is not None:
             self._spawn(name, "slurmd", "-D", "-N", name)
 
+    def boot_node(self, name: str) -> None:
+        """The node comes back as one that was booted just now."""
+        self._end_daemon(name, signal.SIGTERM)
+        self._spawn(name, "slurmd", "-D", "-N", name, "-b")
+
     def lose_node(self, name: str) -> None:
         """The node is gone at once, with all that runs on it, and SLURM is told (else it would see it a minute later)."""
         self._end_daemon(name, signal.SIGKILL)
@@ -194,9 +205,7 @@ class Cluster:
             self._resume_drained()
             time.sleep(0.05)
         shutil.rmtree(self.folder / "home", ignore_errors=True)
-        for board in Path("/dev/shm").glob("rsup-board-2000?-*"):  # of agents that were killed together with their keepers
-            if not Path(f"/proc/{board.name.split('-')[3]}").exists():
-                board.unlink(missing_ok=True)
+        remove_boards()
 
     def end_jobs(self) -> None:
         """Kill all jobs of the cluster and wait until they are gone."""
@@ -260,6 +269,12 @@ class Cluster:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait(10)
+
+
+def remove_boards() -> None:
+    """Boards of agents that were killed together with their keepers: the user's next launch on the node would do it."""
+    for uid in UIDS:
+        remove_leftovers([Path("/dev/shm")], uid)
 
 
 def _kill(pid: int) -> None:

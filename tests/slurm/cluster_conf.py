@@ -94,4 +94,5 @@ PrologFlags=Alloc,DeferBatch
 PrologEpilogTimeout=20
 HealthCheckInterval=5
 HealthCheckNodeState=ANY
+RebootProgram=/bin/true
 """

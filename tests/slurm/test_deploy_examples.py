@@ -97,11 +97,3 @@ def test_each_example_runs_as_it_is(ann: User, slurm: Cluster) -> None:
     assert lost not in ann.nodes_of_attempt(2)
     (ann.home / "finish").touch()
     assert slurm.wait_job(spare, within_s=60) == "COMPLETED", ann.output(spare, "spare")
-    remove_what_a_real_node_takes_along()
-
-
-def remove_what_a_real_node_takes_along() -> None:
-    """Boards of the lost node: here its shared memory is that of all nodes."""
-    for board in Path("/dev/shm").glob(f"rsup-board-{ANN}-*"):
-        if not Path(f"/proc/{board.name.split('-')[3]}").exists():
-            board.unlink()

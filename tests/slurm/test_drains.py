@@ -1,5 +1,7 @@
 """Drains on a real cluster: which nodes they take, whose hand they never overrule, and what survives a crash."""
 
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,13 +119,38 @@ def test_the_guard_trips_at_its_limit_and_never_holds_up_a_release(slurm: Cluste
     slurm.start_controller_anew()  # nobody has ended our drains: SLURM has lost them
     daemon.wait(lambda: bool(drained(slurm, "n0") and drained(slurm, "n1")), "both to be drained again")
     assert daemon.metric('rsup_drain_actions_total{what="resumed"}') == 0
+    slurm.run("scontrol", "reboot", "ASAP", "nextstate=resume", "reason=firmware", "n1")
+    daemon.wait(lambda: daemon.metric('rsup_drain_actions_total{what="rebooting"}') == 1, "the reboot to be seen")
+    daemon.wait(lambda: "reboot issued" in slurm.run("scontrol", "show", "node", "n1").stdout, "SLURM to have ordered it")
+    ordered_s = int(time.time())
+    daemon.wait(lambda: time.time() > ordered_s + 2, "the next second: SLURM compares whole ones")
+    slurm.boot_node("n1")
+    daemon.wait(lambda: drained(slurm, "n1").startswith("rsup:Q-"), "its return to be nobody's word", 40)
+    assert daemon.metric('rsup_drain_actions_total{what="resumed"}') == 0
     daemon.release("n0")
     daemon.wait(lambda: not drained(slurm, "n0") and drained(slurm, "n2") != "", "a release, and the next to pass")
     assert "the guard holds nothing back any more" in daemon.log
 
 
 def test_after_installation_drains_are_proposed_and_off_says_so(slurm: Cluster, daemon: Daemon) -> None:
+    key = make_state_dir(state_dir()) / "signing-key"
+    key.write_text("no key")
+    key.chmod(0o600)
     daemon.restart("--bad-gpu", "drain")
+    status = daemon.rsup("slurm", "status")
+    assert "snapshot: NONE for gates: cannot read the signing key" in status and "4 nodes" in status
+    answer = daemon.client.get("/api/v1/gate/snapshot")
+    assert (
+        answer.status_code == 503 and "signing key" in answer.json()["detail"] and daemon.metric("rsup_gate_snapshot_up") == 0
+    )
+    key.unlink()
+    daemon.wait(lambda: daemon.metric("rsup_gate_snapshot_up") == 1, "a key that can be used")
+    assert [node["node"] for node in json.loads(daemon.rsup("nodes", "list", "--json"))] == list(slurm.names), (
+        "none has reported"
+    )
+    daemon.rsup("nodes", "quarantine", "n3", "--reason", "on the first day")
+    assert "on the first day" in daemon.rsup("nodes", "why", "n3") and "quarantine by" in daemon.rsup("nodes", "history", "n3")
+    daemon.rsup("nodes", "release", "n3", "--without-test", "--reason", "it is well")
     daemon.report("n1")
     daemon.report("n9")
     daemon.quarantine("n1")
@@ -143,12 +170,14 @@ def test_after_installation_drains_are_proposed_and_off_says_so(slurm: Cluster, 
     daemon.restart("--drains", "off")
     assert "drains are off here" in daemon.rsup("nodes", "undrain", "n2", "--reason", "x", code=1)
     assert daemon.rounds()["scheduler"]["answers"] is False and drained(slurm, "n2")
+    assert "'0' is too short; use 0.1 seconds or more" in daemon.rsup("serve", "--drain-interval", "0", code=2)
     assert "'perhaps' is not possible; use off, propose, act" in daemon.rsup("serve", "--drains", "perhaps", code=2)
 
 
 SCONTROL = """#!/bin/bash
 cd {folder}
 [ -e hang ] && exec sleep 600
+[ -e powerless ] && [ "$1" = update ] && {{ echo 'slurm_update error: Invalid user id' >&2; exit 1; }}
 [ -e fail ] && {{ echo 'slurm_update error: Access denied' >&2; exit 1; }}
 [ -e odd ] && [ "$1" = show ] || exec scontrol "$@"
 scontrol "$@" | sed 's/State=IDLE /State=IDLE+SHINY /; /^NodeName=n2 /s/State=IDLE/State=WONDERFUL/'
@@ -170,8 +199,16 @@ def test_a_scheduler_that_hangs_fails_or_says_what_we_do_not_know(slurm: Cluster
     assert status["scheduler"]["unknown_words"] == ["SHINY", "WONDERFUL"] and status["guard"]["num_eligible"] == 3
     assert not drained(slurm, "n2") and [one["node"] for one in status["differences"]["waiting"]] == ["n2"]
     assert daemon.log.count("that this rsup does not know: SHINY, WONDERFUL") == 1
-    (folder / "fail").touch()
+    (folder / "powerless").touch()
     (folder / "odd").unlink()
+    told = daemon.rsup("nodes", "drain", "n3", "--reason", "x", "--beyond-guard", code=1)
+    assert "n3: not drained: scontrol update nodename=n3 is not allowed to rsup's user" in told and "Invalid user id" in told
+    daemon.wait(lambda: daemon.metric("rsup_drain_failing_nodes") == 2, "n2, which is known again, to be wanted as well")
+    told = daemon.rsup("slurm", "status")
+    assert "NOT DONE since" in told and "refused n2" in told and "SLURM does not do what is due" in told
+    daemon.rsup("nodes", "undrain", "n3", "--reason", "x")
+    (folder / "fail").touch()
+    (folder / "powerless").unlink()
     daemon.wait(lambda: daemon.metric("rsup_scheduler_up") == 0, "the failure to be seen")
     assert "Access denied" in daemon.status()["scheduler"]["trouble"]
     daemon.release("n1")
@@ -206,14 +243,24 @@ def test_a_reservation_or_weights_in_place_of_drains(slurm: Cluster, daemon: Dae
     job = slurm.submit("hostname", "-N4")
     test = slurm.run("srun", "-N1", "-w", "n1", "--reservation=rsup_q_n1", "hostname", within_s=20)
     assert test.returncode == 0 and slurm.job(job)["JobState"] == "PENDING"
+    test_job = slurm.submit("sleep 60", "-N1", "-w", "n1", "--reservation=rsup_q_n1")
+    slurm.wait_job(test_job, "RUNNING")
+    daemon.release("n1")
+    daemon.wait(lambda: daemon.metric("rsup_drain_failing_nodes") == 1, "a reservation in use")
+    daemon.quarantine("n3")
+    daemon.wait(lambda: "ReservationName=rsup_q_n3 " in reservations(), "another node not to wait for it")
+    (failing,) = daemon.status()["failing"]
+    assert (failing["step"], failing["node"]) == ("unreserve", "n1") and "in use" in failing["error"]
+    slurm.run("scancel", str(test_job))
+    daemon.wait(lambda: "rsup_q_n1" not in reservations() and not daemon.status()["failing"], "the reservation to end")
+    daemon.release("n3")
     xids = [{"key": f"s{i}", "time_us": 1, "kind": "ecc", "device": gpu("n0", 0), "code": "correctable"} for i in range(3)]
     for boot, event in enumerate(xids):
         daemon.report("n0", events=[event], boot_id=f"boot-{boot}")
     daemon.wait(lambda: weight("n0") == "1001", "a suspect to come last")
     light = slurm.submit("sleep 0", "-N1")
     slurm.wait_job(light)
-    assert slurm.job(light)["NodeList"] in ("n2", "n3")
-    daemon.release("n1")
+    assert slurm.job(light)["NodeList"] in ("n1", "n2", "n3")
     daemon.release("n0")
-    daemon.wait(lambda: "rsup_q_n1" not in reservations() and weight("n0") == "1", "both to be taken back")
+    daemon.wait(lambda: "rsup_q_" not in reservations() and weight("n0") == "1", "both to be taken back")
     slurm.wait_job(job, "COMPLETED")

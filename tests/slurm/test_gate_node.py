@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from rsup.launcher.slurm import gate, healthcheck, node_link, node_round
+from rsup.launcher.slurm import epilog, gate, healthcheck, node_link, node_round, prolog
 from rsup.launcher.slurm.hook_text import HOOKS, hook_text
 from rsup.launcher.slurm.install import main as install
 from rsup.launcher.slurm.node_devices import DriverHangs
 from rsup.launcher.slurm.node_settings import NodeProblem, NodeSettings, boot_id, read_settings, read_trusted
 from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool
+from rsup.supervisor.slurm.signing import load_key
+from rsup.supervisor.wire import UsageError
 from tests.slurm.node_side import NodeSide, Signer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -91,13 +93,22 @@ def test_rsup_gate_says_it_by_exit_code(
     node.tell(devices={"n1-3": refusal(node="n1"), "n5-3": refusal(node="n5")})
     assert ask("--node=n5", "--gpus=3")[0] == 75, "another node's index 3 is not the board that has it here"
     assert ask("--node=n5", "--gpus=3", "--uuids=n5-3")[0] == 1
+    told = "refused to jobs that get it: n1-3, Q-17 SDC vote 3/3 jobs"
+    assert ask() == (0, f"rsup:ok nothing against n1 itself; {told}\n"), "who asks by hand hears of it"
+    assert ask("--node=nope") == (0, "rsup:ok nothing known against nope, if there is such a node\n")
+    node.settings(mode="enforce", whole_node=True)
+    assert ask()[0] == 1 and ask("--gpus=0")[0] == 0, "without gres a job has all GPUs of its node"
     node.settings(mode="observe")
     assert ask("--gpus", "3") == (0, "rsup:observe would refuse: Q-17 GPU 3 SDC vote 3/3 jobs; rsup nodes why n1\n")
     node.places.snapshot.unlink()
     assert ask()[0] == 75
-    for words in (["--gpus", "x"], ["--nodes", "n1"], ["--node"], ["--gpus", "0-99999999"]):
+    for words in (["--gpus", "x"], ["--nodes", "n1"], ["--node"], ["--gpus", "0-99999999"], ["--gpus="], ["--node", "n[0-3]"]):
         assert gate.main(words) == 2
-    assert "see rsup gate --help" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "see rsup gate --help" in err and "--gpus names none" in err and "several nodes; ask about one at a time" in err
+    for verb in (prolog, epilog):
+        assert verb.main(["--help"]) == 0 and capfd.readouterr().out.startswith("usage: rsup slurm ")
+    gate.end_time_box()
 
 
 def test_the_age_is_the_boot_clocks_and_not_the_walls(node: NodeSide) -> None:
@@ -172,6 +183,8 @@ def test_a_slip_in_the_settings_observes(tmp_path: Path) -> None:
         path.write_text(text)
         found = read_settings(path)
         assert found.problem and found.mode == "observe", text
+    path.write_text('supervisor = "http://a:1"\nmode = "on"\n')
+    assert read_settings(path).supervisor == ("http://a:1",), "there it can say what is wrong"
 
 
 def test_install_writes_once_and_says_what_is_unsafe(
@@ -181,32 +194,59 @@ def test_install_writes_once_and_says_what_is_unsafe(
     conf, key = tmp_path / "slurm.conf", tmp_path / "key"
     conf.write_text("ReturnToService=2\n")
     key.write_bytes(Signer().public)
-    words = [
-        "--supervisor",
-        "http://ctl:29600",
-        "--slurm-conf",
-        str(conf),
-        "--public-key",
-        str(key),
-        "--python",
-        "/opt/r/bin/python",
-    ]
-    assert install([*words, "--dry-run"]) == 1 and not (tmp_path / "etc").exists()
-    assert install(words) == 1
+    pythons = [script(tmp_path / name, f'exec {sys.executable} "$@"') for name in ("python", "new-python")]
+    words = ["--supervisor", "http://ctl:29600", "--slurm-conf", str(conf), "--public-key", str(key), "--python", pythons[0]]
+    assert install([*words, "--dry-run"]) == 0 and not (tmp_path / "etc").exists()
+    assert install(words) == 0, "what slurm.conf lacks is said, and is no fault of this"
     text = capsys.readouterr().out
-    assert (
-        "unsafe: ReturnToService is 2" in text and "PrologFlags=Alloc,DeferBatch" in text and "missing  /etc/rsup/token" in text
-    )
+    assert "unsafe: PrologFlags lacks" in text and "PrologFlags=Alloc,DeferBatch" in text and "missing  /etc/rsup/token" in text
     settings = read_settings(tmp_path / "etc/rsup/node.toml")
     assert (settings.supervisor, settings.mode, settings.problem) == (("http://ctl:29600",), "observe", "")
-    assert "PYTHON=/opt/r/bin/python\n" in (tmp_path / "usr/libexec/rsup/prolog").read_text()
+    assert f"PYTHON={pythons[0]}\n" in (tmp_path / "usr/libexec/rsup/prolog").read_text()
     assert (tmp_path / "var/spool/rsup").stat().st_mode & 0o777 == 0o700
     (tmp_path / "etc/rsup/node.toml").write_text('mode = "enforce"\n')
-    assert install([*words[:-2], "--python", "/opt/new/bin/python"]) == 1
+    (tmp_path / "etc/rsup/supervisor.pub").write_text("junk\n")
+    assert install([*words[:4], "--mode", "observe", "--python", pythons[1]]) == 1, "not all is as asked"
     text = capsys.readouterr().out
+    assert "supervisor is not set, not http://ctl:29600; edit it" in text and "mode is enforce, not observe; edit it" in text
+    assert f"unusable {tmp_path}/etc/rsup/supervisor.pub: this is not the supervisor's public key" in text
     assert "kept     " in text and f"changed  {tmp_path}/usr/libexec/rsup/prolog" in text
     assert read_settings(tmp_path / "etc/rsup/node.toml").mode == "enforce"
     assert install(["--check", "--slurm-conf", str(conf)]) == 1
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nope"))
+    with pytest.raises(UsageError, match=r"cannot read .*nope"):
+        install(["--check"])
+    monkeypatch.delenv("SLURM_CONF")
+    monkeypatch.setattr("rsup.launcher.slurm.install.CONF_PLACES", ())
+    assert install(["--check"]) == 1, "nothing was looked at"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_install_writes_nothing_where_the_gate_would_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RSUP_NODE_ROOT", str(tmp_path / "root"))
+    load_key(tmp_path)
+    (tmp_path / "junk").write_text("hello\n")
+    old = tmp_path / "old"
+    old.write_text((tmp_path / "signing-key").read_text().removeprefix("rsup-signing-key "))
+    (tmp_path / "old.pub").write_bytes(Signer().public)
+    broken = script(tmp_path / "python", "echo 'ModuleNotFoundError: No module named rsup' >&2; exit 1")
+    for option, value, said in (
+        ("--python", "/nope/python", "No such file"),
+        ("--python", broken, "cannot load rsup: ModuleNotFoundError"),
+        ("--supervisor", "notaurl", "is no address"),
+        ("--public-key", "/nope", "cannot read --public-key /nope: No such file"),
+        ("--public-key", str(tmp_path / "junk"), "not the supervisor's public key"),
+        ("--public-key", str(tmp_path / "signing-key"), "private signing key, which no node may have"),
+        ("--public-key", str(old), "its public part is beside it"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            install([option, value])
+    assert not (tmp_path / "root").exists()
 
 
 # -------------------------------------------------------------------------------------------------------- the healthcheck
@@ -219,15 +259,18 @@ class StandIn:
         self.data, self.etag = data, '"7"'
         self.requests: list[tuple[str, str]] = []
         self.reports: list[dict[str, Any]] = []
+        self.gates: list[dict[str, Any]] = []
+        """What was told of the gate alone."""
         self.statuses: list[int] = []
         """Of the next answers, before the usual ones begin again."""
         self.poison = ""
         """The key of an event that it does not understand."""
         self.url = ""
+        self.token = "node.n1.00"
 
     def handle(self, request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
         self.requests.append((request.command, request.headers.get("If-None-Match", "")))
-        assert request.headers["Authorization"] == "Bearer node.n1.00"
+        assert request.headers["Authorization"] == f"Bearer {self.token}"
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         if self.statuses and (status := self.statuses.pop(0)) != 200:
             return status, json.dumps({"title": "no", "detail": "standby"}).encode()
@@ -237,7 +280,11 @@ class StandIn:
         report = json.loads(body)
         if any(event["key"] == self.poison for event in report["events"]):
             return 422, b'{"detail": "what is that?"}'
-        self.reports.append(report)
+        if "gate" in report:
+            assert report["events"] == [] and report["inventory"] is None
+            self.gates.append(report["gate"])
+        else:
+            self.reports.append(report)
         return 200, b"{}"
 
 
@@ -254,7 +301,7 @@ def serving(stand_in: StandIn) -> Iterator[StandIn]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -342,6 +389,49 @@ def test_what_a_round_does_not_believe_and_does_not_lose(node: NodeSide, supervi
     problems, _ = go()
     assert problems == ["event bad dropped: what is that?"] and node.events() == []
     assert sum(len(report["events"]) for report in supervisor.reports) == 6
+
+
+def test_a_gate_that_is_blind_says_so(node: NodeSide, supervisor: StandIn) -> None:
+    """It lets all in, so that nobody would notice: key, age, settings, inventory. Its events wait."""
+    assert go()[0] == [] and supervisor.gates == [{"mode": "enforce", "trouble": ""}]
+    assert go()[0] == [] and len(supervisor.gates) == 1, "once, while nothing changes"
+    node.settings(mode="enforce", supervisor=supervisor.url, max_age_s=1e-9)
+    problems, _ = go()
+    assert len(problems) == 1 and problems[0].startswith("the gate decides nothing: no supervisor has confirmed")
+    node.places.settings.write_text(f'supervisor = "{supervisor.url}"\nmode = "enforced"\n')
+    assert go()[0] and go()[0]
+    node.settings(mode="enforce", supervisor=supervisor.url)
+    supervisor.data, supervisor.etag = Signer().snapshot(serial=9), '"9"'
+    NodeSpool(node.places.spool).add(NodeEvent("job-end:x", 1, "job-end"))
+    assert "signed by key" in go()[0][0] and gate.ask(node.environ).exit_code == 1
+    key = node.places.root / "etc/rsup/supervisor.pub"
+    key.write_bytes(Signer().public)
+    assert "signed by key" in go()[0][0] and "b'" not in go()[0][0] and len(node.events()) == 1
+    told = [one["trouble"] for one in supervisor.gates[1:]]
+    assert [one["mode"] for one in supervisor.gates[1:4]] == ["enforce", "observe", "observe"], "each round while it is blind"
+    assert "no supervisor has confirmed" in told[0] and "mode is one of observe, enforce" in told[1]
+    assert told[3].startswith("it goes by an older snapshot, since: the snapshot was signed by key")
+    assert told[4].startswith("the snapshot was signed by key") and len(told) == 6
+    key.write_bytes(node.signer.public)
+    supervisor.data = node.signer.snapshot(serial=9)
+    assert go()[0] == [] and node.events() == [] and supervisor.gates[-1]["trouble"] == ""
+
+
+def test_a_token_that_no_node_should_have(node: NodeSide, supervisor: StandIn) -> None:
+    """It is used, and complained of."""
+    path = node.places.root / "etc/rsup/token"
+    for token, mode, said in (
+        ("an-operators-token-0123456789", 0o600, "holds no node's token"),
+        ("node.n2.00", 0o600, "holds the token of node n2, this is n1"),
+        ("node.n1.00", 0o644, "can be read by others; chmod 600"),
+    ):
+        path.write_text(token + "\n")
+        path.chmod(mode)
+        supervisor.token = token
+        problems, words = go()
+        assert len(problems) == 1 and problems[0].startswith(f"/etc/rsup/token {said}") and "snapshot 7" in words[1], problems
+    path.chmod(0o600)
+    assert go()[0] == []
 
 
 def test_a_supervisor_that_is_away_costs_a_line(node: NodeSide, supervisor: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,23 @@ def test_from_a_quarantine_to_a_refusal_and_back(slurm: Cluster, daemon: Daemon,
         assert node.events() == [], "delivered after the outage"
     evidence = daemon.client.get(f"/api/v1/devices/{gpu('n0', 1)}/evidence").json()["items"]
     assert [(one["source"], one["code"]) for one in evidence] == [("xid", "79")]
+    assert daemon.metric("rsup_gates_timed_total") == 1, "of the job on n0"
+    assert 0 < daemon.metric("rsup_gate_seconds_total") == daemon.metric("rsup_gate_seconds_max") < 60
     assert daemon.metric('rsup_gate_decisions_total{verdict="refuse",why="prolog-refused"}') == 1
+
+    # Gates that do not ask, and one that is blind, are named.
+    key = bad.places.root / "etc/rsup/supervisor.pub"
+    sound = key.read_bytes()
+    key.write_bytes(Signer().public)
+    assert bad.run("healthcheck").returncode == 0
+    told = daemon.rsup("slurm", "status")
+    assert "gates: 2 of 4 nodes ask" in told and "not asked since" in told and ": n[2-3]" in told
+    assert "blind n1: the snapshot was signed by key" in told
+    assert daemon.metric('rsup_gate_nodes{state="blind"}') == 1
+    refused = next(line for line in told.splitlines() if "n1: Prolog error" in line)
+    assert "its gate refused a job" in refused and "rsup:Q-1 GPU 0" in refused
+    key.write_bytes(sound)
+    assert bad.run("healthcheck").returncode == 0 and "blind" not in daemon.rsup("slurm", "status")
 
     # A node's token speaks of that node alone.
     liar = NodeSide(tmp_path / "liar", "n0", Signer())
@@ -85,7 +101,11 @@ def test_from_a_quarantine_to_a_refusal_and_back(slurm: Cluster, daemon: Daemon,
 
     daemon.release("n1", 0)
     daemon.wait(lambda: gpu("n1", 0) not in daemon.snapshot()["devices"], "the release")
-    assert bad.run("healthcheck").returncode == 0
+    program = "$RSUP_NODE_ROOT/healthcheck.sh"  # now as slurmd runs it, every 5 s: it has no more than the node's name
+    slurm.hook("healthcheck", f"export RSUP_NODE_ROOT={tmp_path}/$SLURMD_NODENAME\n[ ! -x {program} ] || exec {program}")
+    slurm.wait(lambda: gpu("n1", 0).encode() not in bad.places.snapshot.read_bytes(), "a round of slurmd's HealthCheckProgram")
+    slurm.hook("healthcheck", "exit 0")
+    assert slurm.state("n1")[0] == "drained", "it drains and resumes nothing"
     slurm.run("scontrol", "update", "nodename=n1", "state=resume")
     slurm.wait(lambda: slurm.state("n1")[0] == "idle", "n1")
     assert slurm.run("srun", "-w", "n1", "--gres=gpu:1", "echo", "begun").stdout == "begun\n"

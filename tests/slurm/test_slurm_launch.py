@@ -35,6 +35,8 @@ def test_steps_of_two_users_beside_one_another(slurm: Cluster) -> None:
     state = slurm.home(ANN) / f".local/state/rsup/slurm/rsup-{ann}"
     result = json.loads((state / "jobs" / f"{ann}.1" / "result.json").read_text())
     assert (result["job_id"], result["exit_code"], result["avoid_nodes"]) == (str(ann), 0, [])
+    asked = slurm.run(slurm.python, "-m", "rsup.launcher", "status", str(ann), "--json", uid=ANN)  # as on a login node
+    assert json.loads(asked.stdout)["job"]["outcome"] == "succeeded" and f"is in {state}" in asked.stderr
 
 
 def test_twenty_jobs_at_once(slurm: Cluster) -> None:

@@ -2,6 +2,7 @@
 container."""
 
 import json
+import re
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.launching import ANN, DECLARES, script, snapshot
@@ -19,6 +20,9 @@ def test_requeued_elsewhere_again_or_never(slurm: Cluster) -> None:
         )
 
     elsewhere, again, never = submit(16, "-N2"), submit(88, "-N1"), submit(93, "-N1")
+    # Of an array the task with the array's number alone is requeued: what SLURM is told of that number is told of all tasks.
+    leads = f"[ $SLURM_JOB_ID != $SLURM_ARRAY_JOB_ID ] || exec srun {slurm.rsup} launch {declares} 16"
+    array = slurm.submit(f"{leads}; while [ ! -e $HOME/go ]; do sleep 0.1; done", "-N1", "--mem=100", "--array=1-2", uid=ANN)
     followers = [
         slurm.submit("true", "--job-name=x93", "--dependency=singleton", uid=ANN),
         slurm.submit("true", f"--dependency=afterany:{never}", uid=ANN),
@@ -39,6 +43,15 @@ def test_requeued_elsewhere_again_or_never(slurm: Cluster) -> None:
     assert "attempt 2 starts" in slurm.output(elsewhere), "the requeued launch goes on with the job that it was"
     ran = {line.split()[-1] for line in slurm.output(elsewhere).splitlines() if line.startswith("run 1 rank")}
     assert len(ran) == 2 and suspect not in ran
+
+    def task(index: int) -> dict[str, str]:
+        return slurm.job(f"{array}_{index}")
+
+    slurm.wait(lambda: task(2)["Restarts"] == "1" and task(2)["JobState"] == "COMPLETED", "the second run", job=array)
+    assert task(2)["JobId"] == str(array) and task(2)["ExcNodeList"] != "(null)"
+    assert f"job {array}_2 is requeued and will not run on {task(2)['ExcNodeList']} again" in slurm.output(array)
+    assert [task(1)[key] for key in ("JobState", "Restarts", "ExcNodeList", "Requeue")] == ["RUNNING", "0", "(null)", "1"]
+    (slurm.home(ANN) / "go").touch()
 
     assert slurm.wait_job(again, within_s=90) == "COMPLETED", slurm.output(again)
     assert (slurm.job(again)["Restarts"], slurm.job(again)["ExcNodeList"]) == ("1", "(null)")
@@ -95,7 +108,8 @@ def test_what_a_container_cannot_do_is_done_in_the_batch_script(slurm: Cluster) 
 
 
 def test_started_and_killed_at_once(slurm: Cluster) -> None:
-    """As by a prolog that refuses another node: whenever in its start a launch is killed, the next one starts as the first."""
+    """As by a prolog that refuses another node: whenever in its start a launch is killed, the next one starts as the first; one
+    that had started before SLURM took it away counts."""
     jobs = []
     launch = f"srun {slurm.rsup} launch --no-python sh -c 'echo rank $RANK of run $SLURM_RESTART_COUNT, attempt $RSUP_ATTEMPT'"
     for _ in range(4):
@@ -107,5 +121,7 @@ def test_started_and_killed_at_once(slurm: Cluster) -> None:
         slurm.run("scontrol", "requeue", str(job))
     for job in jobs:
         assert slurm.wait_job(job, within_s=90) == "COMPLETED", slurm.output(job)
-        lines = [line for line in slurm.output(job).splitlines() if line.startswith("rank")]
-        assert sorted(lines) == ["rank 0 of run 1, attempt 1", "rank 1 of run 1, attempt 1"], slurm.output(job)
+        output = slurm.output(job)
+        attempt = len(set(re.findall(r"attempt (\d+) starts", output)))
+        lines = [line for line in output.splitlines() if line.startswith("rank") and "of run 1" in line]
+        assert sorted(lines) == [f"rank {rank} of run 1, attempt {attempt}" for rank in range(2)], output

@@ -10,11 +10,12 @@ from sqlalchemy import select
 from store_story import event, holder, job_key, saved, story
 
 from rsup.launcher import cli
-from rsup.supervisor import tables
-from rsup.supervisor.database import reader_engine
+from rsup.supervisor import schema, tables
+from rsup.supervisor.database import reader_engine, sqlite_writer
 from rsup.supervisor.db_cli import main
 from rsup.supervisor.records import DeviceSeen, IncidentSaved, JobKey, NodeSeen, Record
 from rsup.supervisor.sql_store import SqlStore
+from rsup.supervisor.sqlite_file import make_fresh_file
 from rsup.supervisor.store import StoreError, StoreHeld
 from rsup.supervisor.wire import UsageError
 
@@ -105,6 +106,31 @@ def test_check_finds_damage(state: Path, capsys) -> None:
     assert not found["ok"] and found["problems"]
     assert main(["check"]) == 1
     assert "NOT SOUND" in capsys.readouterr().out
+
+
+def test_check_of_another_releases_store(state: Path, capsys) -> None:
+    path = state / "rsup.db"
+    make_fresh_file(path)
+    engine = sqlite_writer(path, foreign_keys=False)
+    with engine.begin() as connection:
+        tables.metadata.drop_all(connection)
+        tables.alembic_version.drop(connection)
+    schema.migrate(engine, revision=tables.REVISIONS[0])
+    engine.dispose()
+    assert main(["check"]) == 0, "an old schema is no damage"
+    said = capsys.readouterr().out
+    assert f"sound, schema {tables.REVISIONS[0]}, 0 jobs" in said and "NOT SOUND" not in said
+    assert f"upgrade it to {tables.HEAD} with `rsup db upgrade`" in said
+    found = answer(capsys, "check")
+    assert (found["ok"], found["is_old"], found["problems"]) == (True, True, [])
+    assert main(["upgrade"]) == 0
+    capsys.readouterr()
+    assert answer(capsys, "check")["is_old"] is False
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    assert main(["check"]) == 1
+    said = capsys.readouterr().out
+    assert "CANNOT BE CHECKED by this release, schema 9999" in said and "newer than this release's" in said
 
 
 def test_no_store_is_one_line(state: Path, capfd: pytest.CaptureFixture[str]) -> None:

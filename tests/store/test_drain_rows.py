@@ -3,9 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from store_story import job_key, saved
 
 from rsup.supervisor.database import reader_engine
+from rsup.supervisor.device_selector import find_node
+from rsup.supervisor.hardware.why_text import WhyStory, why_text
+from rsup.supervisor.hardware.why_view import why
+from rsup.supervisor.hardware_views import UnknownHardware, list_nodes
+from rsup.supervisor.history_views import timeline
 from rsup.supervisor.records import DrainNoted, EvidenceSaved, NodeSeen, Record, SeatSaved, SubjectSaved, TransitionSaved
 from rsup.supervisor.slurm import drain_rows
 from rsup.supervisor.sql_store import SqlStore
@@ -64,3 +70,48 @@ def test_grounds_say_where_a_board_sits_and_what_is_new(open_store: Callable[...
     assert grounds["n8"].newest_us == 50, "an operator's word is"
     assert {(note.what, note.number) for note in notes} == {("drained", 0), ("admitted", 3)} and len(notes) == 2
     assert known == ["n1", "n3", "n4", "n5", "n9"]
+
+
+def test_a_node_that_only_told_of_its_boards_or_that_slurm_knows_has_a_story(
+    open_store: Callable[..., SqlStore], sql_target: Path | str
+) -> None:
+    records: list[Record] = [
+        SubjectSaved("device", "GPU-bad", "quarantined", 5, "wrong results", 2, may_drain="the word of ann"),
+        SubjectSaved("node", "n4", "watch", 5, "2 refusals", 1),
+        SeatSaved("GPU-bad", 3, "n3", "a", "", "", None, NOW - 5),
+        DrainNoted("n3", 7, "admitted", 3, "why"),
+        DrainNoted("n3", 8, "drained", 0, "rsup:Q-3 GPU-bad quarantined"),
+        DrainNoted("n5", 9, "weighted", 1),
+    ]
+    open_store(sql_target).commit([saved(job_key()), NodeSeen("n9", NOW - 5, job_key(), "active"), *records])
+    engine, others = reader_engine(sql_target), ("n1", "n9", "n4")
+    with engine.connect() as connection:
+        listed, after = list_nodes(connection, others=others)
+        pages = [list_nodes(connection, after=name, limit=1, others=others) for name in ("", "n3", "n5")]
+        clear, _ = list_nodes(connection, state="clear", others=others)
+        story = why(connection, "node", "n3")
+        told = timeline(connection, "n3", kind="node")
+        assert find_node(connection, "n1", others) == why(connection, "node", "n1", others=others)["node"] == "n1"
+        for ask in (find_node, lambda one, name: why(one, "node", name)):
+            with pytest.raises(UnknownHardware, match="no node 'n1'"):
+                ask(connection, "n1")
+    engine.dispose()
+    assert ([one["node"] for one in listed], after) == (["n1", "n3", "n4", "n5", "n9"], None)
+    assert [([one["node"] for one in page], following) for page, following in pages] == [
+        (["n1"], "n1"), (["n4"], "n4"), (["n9"], None),
+    ]  # fmt: skip
+    assert [one["node"] for one in clear] == ["n1", "n3", "n5", "n9"]
+    assert listed[1]["devices"] == ["GPU-bad"] and listed[1]["first_seen"] and listed[0]["first_seen"] is None
+    assert [one["what"] for one in story["notes"]] == ["drained", "admitted"]
+    text = why_text(WhyStory("node", story, story["newest_evidence"], {}))
+    for line in (
+        "GPU-bad quarantined: wrong results",
+        "drained in SLURM: rsup:Q-3 GPU-bad quarantined",
+        "the gate refuses it to jobs since",
+        "once nothing counts against GPU-bad: `rsup devices why GPU-bad` says how",
+    ):
+        assert line in text, text
+    assert "nothing to end" not in text and "as before" not in text
+    assert [(one["what"], one["text"]) for one in told["items"]][:2] == [
+        ("slurm", "drained in SLURM: rsup:Q-3 GPU-bad quarantined"), ("slurm", "refused to jobs as Q-3: why"),
+    ]  # fmt: skip

@@ -65,9 +65,7 @@ def test_the_newest_change_and_open_seats(store: Store) -> None:
     store.commit([saved(job_key()), *changes, here, gone, SeatSaved("GPU-b", 5, "n2", "q", "S-b")])
     last = store.last_transition("node", "n1")
     assert last == changes[1] and store.last_transition("device", "n1") is None
-    assert [one.uuid for one in store.open_seats([], [], "n1")] == ["GPU-a"]
-    assert [one.node for one in store.open_seats(["GPU-b"], [], "")] == ["n2"]
-    assert [one.uuid for one in store.open_seats([], ["S-a", "S-b"], "")] == ["GPU-a", "GPU-b"]
+    assert [(one.uuid, one.node) for one in store.open_seats()] == [("GPU-a", "n1"), ("GPU-b", "n2")]
 
 
 def test_a_book_goes_on_where_another_left_off(store: Store) -> None:
@@ -110,4 +108,4 @@ def test_names_that_no_database_takes_do_no_harm(store: Store) -> None:
     """A device may call itself what it likes: a name is no reason to take the store for broken."""
     bad = "GPU-\0\udcff"
     assert store.subjects_named("device", [bad], [bad]) == [] and store.evidence_about("device", bad) == []
-    assert store.last_transition("node", bad) is None and store.open_seats([bad], [bad], bad) == []
+    assert store.last_transition("node", bad) is None

@@ -2,15 +2,17 @@
 
 import json
 import shutil
+import sqlite3
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, select, text
 from store_story import event, holder, job_key, saved, story
 
-from rsup.supervisor import postgres_dump, schema, tables
-from rsup.supervisor.database import reader_engine
+from rsup.supervisor import db_cli, postgres_dump, schema, tables
+from rsup.supervisor.database import find_database, reader_engine
 from rsup.supervisor.db_cli import main
 from rsup.supervisor.records import DeviceSeen, NodeSeen, SeatSaved
 from rsup.supervisor.sql_store import SqlStore
@@ -70,13 +72,98 @@ def test_a_store_moves_to_a_server_and_back_unchanged(postgres: str, state: Path
     assert json.loads(capsys.readouterr().out)["rows"]["jobs"] == 3
     assert content(state / "back.db") == content(postgres)
 
+    assert find_database(state) == postgres and (state / "database-url").stat().st_mode & 0o777 == 0o600
+    main(["check", "--json"])
+    assert json.loads(capsys.readouterr().out)["jobs"] == 3, "of the server: what was left in the directory is abandoned"
+    assert main(["copy", postgres, str(state)]) == 0  # back where it came from
+    (aside,) = state.glob("rsup.db.before-copy-*")
+    assert str(aside) in capsys.readouterr().out and content(aside) == before
+    assert content(state / "rsup.db") == content(postgres) and find_database(state) == state / "rsup.db"
+    assert main(["copy", postgres, str(state / "fresh")]) == 0  # a directory that is not there is made, and is one
+    assert content(state / "fresh" / "rsup.db") == content(postgres)
+
     for source, target, why in (
         (state / "rsup.db", postgres, "is not empty"),
+        (postgres, state, "is not empty"),
         (postgres, postgres, "same store"),
         (state / "nothing.db", postgres, "there is no store"),
     ):
         with pytest.raises((StoreError, UsageError), match=why):
             main(["copy", str(source), str(target)])
+
+
+def test_passwords_are_neither_printed_nor_on_a_command_line(state: Path, monkeypatch, capsys) -> None:
+    url = "postgresql://127.0.0.1:1/db?user=rsup&password=hunter2"
+    assert main(["check", "--database-url", url]) == 1
+    said = capsys.readouterr().out
+    assert "CANNOT BE READ" in said and "NOT SOUND" not in said and "hunter2" not in said and "user=rsup" in said
+    called: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        called.append((command, options["env"]))
+        return subprocess.CompletedProcess(command, 1, "", "no")
+
+    monkeypatch.setattr(postgres_dump, "program", lambda: "pg_dump")
+    monkeypatch.setattr(postgres_dump.subprocess, "run", run)
+    with pytest.raises(StoreError, match=r"pg_dump of .* failed: no"):
+        main(["backup", str(state / "x.dump"), "--database-url", url])
+    ((command, environment),) = called
+    assert "hunter2" not in " ".join(command) and environment["PGPASSWORD"] == "hunter2"
+    with pytest.raises(StoreError, match="cannot be given sslpassword safely"):
+        main(["backup", str(state / "x.dump"), "--database-url", f"{url}&sslpassword=hunter3"])
+    for given, why in (
+        ("postgresql://rsup:sec:r@t/1@host", "more than one @"),
+        ("host=127.0.0.1 password=sec", "neither a URL nor the path of a file"),
+        ("nonsense-sec", "neither a URL nor the path of a file"),
+        ("postgresql://rsup:sec/rsup", "port is no number"),
+        ("postgresql+asyncpg://rsup:sec@h/rsup", "the driver psycopg and no other"),
+    ):
+        for verb in (["check", "--database-url", given], ["copy", str(state), given]):
+            if "://" in given or verb[0] == "check" or "=" in given:
+                with pytest.raises(UsageError, match=why) as caught:
+                    main(verb)
+                assert "sec" not in str(caught.value)
+    assert not list(state.iterdir())
+
+
+def test_the_settings_of_the_supervisor_name_the_store(postgres: str, state: Path, open_store, capsys) -> None:
+    open_store(postgres).close()
+    settings = state / "rsup.toml"
+    settings.write_text(f'database_url = "{postgres}"\ndrains = "off"\n')
+    assert main(["check", "--config", str(settings)]) == 0
+    assert "postgresql" in capsys.readouterr().out
+
+
+def _disk_is_full(source: Path, target: Path) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_what_cannot_be_backed_up_or_checked_says_why(postgres: str, state: Path, monkeypatch, capsys) -> None:
+    assert main(["check", "--database-url", postgres]) == 1
+    said = capsys.readouterr().out
+    assert ": EMPTY" in said and "newer than this release" not in said
+    fill(state / "rsup.db")
+    with pytest.raises(UsageError, match=r"there is no store in .* yet"):
+        main(["merge", postgres])
+    with pytest.raises(StoreError, match="is empty: there is nothing to back up"):
+        main(["backup", str(state / "x.db"), "--database-url", postgres])
+    fill(postgres)
+    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{tables.REVISIONS[0]}'"))
+        connection.execute(text("DROP TABLE drain_notes"))
+    engine.dispose()
+    with pytest.raises(StoreError, match=r"has the old schema .* can only make a dump") as caught:
+        main(["backup", str(state / "x.db"), "--database-url", postgres])
+    assert "x.db" not in str(caught.value)
+    with pytest.raises(UsageError, match="is a SQLite store, no dump"):
+        main(["backup", str(state / "x.dump")])
+    with pytest.raises(UsageError, match=r"the directory .* does not exist; make it, or name another file"):
+        main(["backup", str(state / "nowhere" / "x.db")])
+    monkeypatch.setattr(db_cli, "copy_database", _disk_is_full)
+    with pytest.raises(StoreError, match=r"^no backup .*x.db of .*rsup.db was made: database or disk is full$"):
+        main(["backup", str(state / "x.db")])
+    assert not list(state.glob("x.*"))
 
 
 def test_dumps_of_a_server_can_be_restored(postgres: str, postgres_server, state: Path, capsys) -> None:

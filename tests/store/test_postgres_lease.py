@@ -1,13 +1,16 @@
 """The lease of a store in PostgreSQL: who may say that it leads, and when another may begin."""
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import Connection, create_engine, select, text
 from store_story import event, holder, job_key, story
 
-from rsup.supervisor import tables
+from rsup.supervisor import database, lease_watch, postgres_lease, tables
 from rsup.supervisor.lease_watch import LeaseWatch
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError, StoreHeld
@@ -108,3 +111,88 @@ def test_commits_are_on_disk_whatever_the_servers_default(postgres: str, open_st
     engine.dispose()
     store = open_store(postgres)
     assert store.change(lambda connection: connection.execute(text("SHOW synchronous_commit")).scalar()) == "on"
+
+
+def test_a_commit_that_hangs_is_told_of_and_given_up(
+    postgres: str, postgres_server, open_store, own_directories: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """The connection is cut in the middle of a transaction: the loop sits in it, and others must hear that it may be over."""
+    for name, seconds in (("BEAT_S", 0.3), ("FRESH_S", 1.0), ("CUT_S", 1.2)):
+        monkeypatch.setattr(postgres_lease, name, seconds)
+    monkeypatch.setattr(database, "RECONNECT_S", 2)
+    wire = Wire(own_directories / "wire", postgres_server.folder)
+    failed: list[StoreError] = []
+    store = open_store(postgres.replace(str(postgres_server.folder), str(wire.folder)))
+    store.announce("tcp://far:1", "http://far:2")
+
+    def hang(connection: Connection) -> None:
+        wire.cut()
+        connection.execute(text("SELECT 1"))
+
+    def change() -> None:
+        try:
+            store.change(hang)
+        except StoreError as error:
+            failed.append(error)
+
+    loop = threading.Thread(target=change)
+    try:
+        loop.start()
+        wait_for(store.lease_doubt, "it doubts while the loop hangs")
+        assert not failed
+        wait_for(lambda: [r for r in caplog.records if "has not answered for" in r.message], "its log says so")
+        loop.join(15)
+        assert failed and store.lease_doubt(), "the loop goes on, and may tell its agents"
+    finally:
+        wire.mend()
+        loop.join(15)
+        wire.close()
+
+
+def test_a_command_may_take_its_time_for_a_transaction(postgres: str, open_store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("BEAT_S", 0.1), ("FRESH_S", 0.1), ("CUT_S", 0.1)):
+        monkeypatch.setattr(postgres_lease, name, seconds)
+    store = open_store(postgres)
+    assert store.change(lambda connection: connection.execute(text("SELECT pg_sleep(0.6)")).all())
+    store.announce("tcp://near:1", "")  # and a supervisor too, as long as the server is at work for it
+    assert store.change(lambda connection: connection.execute(text("SELECT pg_sleep(0.6)")).all())
+    store.probe()
+
+
+def test_a_session_that_does_not_end_is_not_said_to_have_ended(
+    postgres: str, open_store, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(lease_watch, "STALE_S", 1.0)
+    store = open_store(postgres, holder=holder(host="far"))
+    store.announce("tcp://far:1", "")
+    pid = store.change(lambda connection: connection.execute(text("SELECT pg_backend_pid()")).scalar())
+    watch = LeaseWatch(postgres, lambda: None)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        watch.start()
+        wait_for(
+            lambda: [r for r in caplog.records if f"(process {pid} of the server) does not end" in r.message], "it is said"
+        )
+        assert not [r for r in caplog.records if "its session was ended" in r.message]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        watch.stop()
+
+
+def test_a_session_that_may_only_read_is_not_kept(postgres: str, open_store) -> None:
+    store = open_store(postgres)
+    store.commit(story(job_key()))
+    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        name = connection.execute(text("SELECT current_database()")).scalar()
+        connection.execute(text(f"ALTER DATABASE {name} SET default_transaction_read_only = on"))
+        connection.execute(text("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'"))
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"may only be read now.*default_transaction_read_only") as caught:
+                store.probe()
+            assert "free some space" not in str(caught.value)
+            assert "broke" in store.lease_doubt()
+        connection.execute(text(f"ALTER DATABASE {name} RESET default_transaction_read_only"))
+    engine.dispose()
+    store.probe()
+    assert store.lease_doubt() == ""

@@ -1,0 +1,77 @@
+"""What is known of the gates of a cluster, and how `rsup slurm status` and Prometheus tell it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rsup.supervisor.slurm.drain_plan import Plan, View
+from rsup.supervisor.slurm.drain_status import Counters, metrics_of, running_nodes, status_of
+from rsup.supervisor.slurm.gate_watch import SILENT_AFTER_US, GateWatch, gate_lines, gate_metrics, gates_of
+from rsup.supervisor.slurm.scheduler_text import NodeSeen
+from rsup.supervisor.slurm.slurm_cli import status_text
+
+START = 1_800_000_000_000_000
+NODES = [f"n{index}" for index in range(6)]
+SECOND = 1_000_000
+
+
+@pytest.fixture
+def watch() -> Iterator[GateWatch]:
+    watch = GateWatch(START)
+    for node in NODES[:4]:
+        watch.asked(node, START + SECOND)
+    watch.told("n0", "enforce", "", START + SECOND)
+    watch.told("n3", "enforce", "the snapshot was signed by key ab, not by cd", START + SECOND)
+    watch.decided("n1", "gate-unknown", "enforce: rsup:unknown there is no snapshot", START + SECOND)
+    watch.decided("n2", "prolog-refused", "enforce: rsup:Q-1 GPU 3 xid; rsup nodes why n2", START + SECOND)
+    watch.decided("n2", "job-end", "exit 0", START + SECOND)
+    yield watch
+
+
+def states(watch: GateWatch, now_us: int, nodes: list[str] = NODES) -> dict[str, float]:
+    return {labels["state"]: value for labels, value in gate_metrics(watch, nodes, now_us).samples}
+
+
+def test_blind_gates_and_those_that_never_asked_are_named(watch: GateWatch) -> None:
+    now_us = START + 60 * SECOND
+    lines = gate_lines(gates_of(watch, NODES, now_us))
+    assert lines == [
+        "gates: 4 of 6 nodes ask (2 enforce)",
+        "  not asked since this supervisor's start at 2027-01-15T08:00:00.000000Z: n[4-5]",
+        "  blind n3: the snapshot was signed by key ab, not by cd",
+        "  undecided n1 at 2027-01-15T08:00:01.000000Z: enforce: rsup:unknown there is no snapshot",
+    ]
+    assert states(watch, now_us) == {"sees": 5, "blind": 1, "silent": 0}, "so soon after a start nobody is silent"
+    watch.told("n3", "enforce", "", now_us)
+    watch.asked("n0", START + SILENT_AFTER_US + 2 * SECOND)
+    later_us = START + SILENT_AFTER_US + 2 * SECOND
+    found = gates_of(watch, NODES, later_us)
+    assert found["blind"] == [] and found["never_asked"] == "n[4-5]"
+    assert [one["node"] for one in found["silent"]] == ["n1", "n2"] and found["num_asking"] == 2
+    assert states(watch, later_us) == {"sees": 2, "blind": 0, "silent": 4}
+    assert gates_of(watch, NODES, START + 3602 * SECOND)["undecided"] == [], "an hour ago"
+    assert gates_of(watch, ["n0"], later_us)["num_nodes"] == 1, "a node that SLURM has no more counts no more"
+    assert gates_of(watch, [], later_us)["num_nodes"] == 4, "SLURM is not asked: those that ever did"
+    assert gate_lines(gates_of(GateWatch(START), [], START)) == [] == gate_lines({})
+    many = GateWatch(START)
+    for index in range(30):
+        many.told(f"n{index}", "observe", "no key", START)
+    assert gate_lines(gates_of(many, [], START))[-1] == "  ... and 10 more; --json has them all"
+
+
+def test_the_whole_status_names_them_and_ties_a_prolog_error_to_its_refusal(watch: GateWatch) -> None:
+    seen = {name: NodeSeen(name, "IDLE") for name in NODES}
+    for node in ("n2", "n5"):
+        seen[node] = NodeSeen(node, "IDLE", frozenset({"DRAIN"}), "Prolog error", "root")
+    seen["n6"] = NodeSeen("n6", "DOWN")
+    seen["n7"] = NodeSeen("n7", "IDLE", frozenset({"POWERED_DOWN"}))
+    status = status_of("propose", "c", View(seen), Plan(), {}, None, "", 1)
+    assert running_nodes(status) == NODES and running_nodes({}) == []
+    text = status_text({**status, "gates": gates_of(watch, running_nodes(status), START + SECOND)})
+    told = "(its gate refused a job at 2027-01-15T08:00:01.000000Z: enforce: rsup:Q-1 GPU 3 xid; rsup nodes why n2;"
+    assert f"drained by root n2: Prolog error {told} somebody must resume it)" in text
+    assert "drained by root n5: Prolog error\n" in text and "blind n3" in text
+    assert "gates:" not in status_text(status), "a supervisor of before"
+    counters = Counters(watch=watch)
+    (family,) = (one for one in metrics_of(status, counters, START + SECOND) if one.name == "rsup_gate_nodes")
+    assert dict((labels["state"], value) for labels, value in family.samples) == {"sees": 5, "blind": 1, "silent": 0}

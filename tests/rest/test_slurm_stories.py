@@ -1,0 +1,122 @@
+"""Stories of SLURM's jobs, whose launches keep a state directory each, asked for without saying where."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rsup.launcher import cli
+from rsup.supervisor import places
+from rsup.supervisor.database import DATABASE_NAME
+from rsup.supervisor.lease import LeaseHolder
+from rsup.supervisor.records import CaseSaved, EventLogged, JobKey
+from rsup.supervisor.sql_store import SqlStore
+from tests.rest.story import at, saved
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
+    assert cli.main(list(words)) == code
+    output = capsys.readouterr()
+    return output.out, output.err
+
+
+def keep(state: Path, job: str, created_s: float, *, cluster: str = "gpu", run: int = 1) -> Path:
+    """A store with one job in that state directory."""
+    key = JobKey(cluster, "ann", job, run)
+    store = SqlStore.open(
+        places.make_state_dir(state) / DATABASE_NAME, holder=LeaseHolder.this_process("test"), alone_may_migrate=True
+    )
+    created = EventLogged(key, 1, at(created_s), at(created_s), "JobCreated", f"created {job}")
+    case = CaseSaved(key, f"{job}-a1-i5", 1, 5, at(created_s), False, [])
+    store.commit([saved(key, "ended", exit_code=0, created_us=at(created_s)), created, case])
+    store.close()
+    os.utime(state / DATABASE_NAME, (created_s, created_s))
+    return state
+
+
+@pytest.fixture
+def home(own_directories: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user has state who has set nothing."""
+    monkeypatch.setenv("HOME", str(own_directories))
+    monkeypatch.setenv("LOGNAME", "ann")
+    monkeypatch.delenv("RSUP_STATE_DIR")
+    return places.usual_state_dir()
+
+
+def test_jobs_of_slurm_are_found_without_a_flag(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = keep(home, "mine", 50)
+    first = keep(home / "slurm/gpu-4711", "4711", 10)
+    second = keep(home / "slurm/gpu-4712", "4712", 90)
+    named = keep(home / "slurm/gpu-4713", "named", 30)
+    (home / "slurm/gpu-4714").mkdir()
+    found = json.loads(told(capsys, "jobs", "--json")[0])
+    assert [(job["id"], job.get("state_dir")) for job in found] == [
+        ("4712", str(second)), ("mine", None), ("named", str(named)), ("4711", str(first)),
+    ]  # fmt: skip
+    out, err = told(capsys, "jobs")
+    assert "STATE DIRECTORY" in out and "slurm/gpu-4711" in out and "slurm/gpu-4713" in out and err.count("\n") == 1
+    assert len(json.loads(told(capsys, "jobs", "--limit", "2", "--json")[0])) == 2
+    for job, folder in (("4711", first), ("ann/4711", first), ("4711.1", first), ("named", named)):
+        for words in (["status", job], ["events", job], ["report", job], ["cases", "list", job]):
+            out, err = told(capsys, *words, "--json")
+            assert folder.name in err and "of this SLURM job is in" in err and job.strip("an/").removesuffix(".1") in out, words
+    out, err = told(capsys, "status", "mine", "--json")
+    assert json.loads(out)["job"]["id"] == "mine" and "SLURM" not in err
+    out, err = told(capsys, "status", "--json")
+    assert json.loads(out)["job"]["id"] == "4712" and str(second) in err, "the newest of all"
+    cases = json.loads(told(capsys, "cases", "list", "--json")[0])
+    assert [one["case_id"] for one in cases] == ["4712-a1-i5", "mine-a1-i5", "named-a1-i5", "4711-a1-i5"]
+    assert str(first) in told(capsys, "cases", "show", "4711-a1-i5")[1]
+    assert "no stacks" in told(capsys, "stacks", "4711")[0] + told(capsys, "stacks", "4711")[1]
+    assert "no job '99' in this store" in told(capsys, "status", "99", code=1)[1]
+    assert "no job '4711' in this store" in told(capsys, "status", "4711", "--state-dir", str(ours), code=1)[1], "as asked"
+
+
+def test_a_store_that_cannot_be_read_and_a_merged_one_are_no_trouble(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(home / "slurm/gpu-1", "1", 10)
+    keep(home / "slurm/gpu-2", "2", 20)
+    (home / "slurm/gpu-2" / DATABASE_NAME).write_bytes(b"no database" * 100)
+    out, err = told(capsys, "jobs", "--json")
+    assert [job["id"] for job in json.loads(out)] == ["1"] and "gpu-2" in err
+    assert json.loads(told(capsys, "status", "1", "--json")[0])["job"]["id"] == "1"
+    assert cli.main(["db", "merge", str(home / "slurm/gpu-1")]) == 0
+    capsys.readouterr()
+    (job,) = json.loads(told(capsys, "jobs", "--json")[0])
+    assert "state_dir" not in job
+    out, err = told(capsys, "devices", "show", "GPU-1", "--state-dir", str(home / "slurm"), code=1)
+    assert "has no history yet" in err and "db merge" not in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("RSUP_SUPERVISOR", "ipc:///nowhere/rpc.sock", "of RSUP_SUPERVISOR=ipc:///nowhere/rpc.sock does not answer"),
+        ("RSUP_SUPERVISOR", "tcp://far:8651", "set RSUP_SUPERVISOR_URL=http://HOST:PORT"),
+        ("RSUP_SOCKET_DIR", "/nowhere", "no supervisor answers in RSUP_SOCKET_DIR=/nowhere"),
+    ],
+)
+def test_a_shared_supervisor_that_does_not_answer_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    out, err = told(capsys, "jobs")
+    assert said in err and "reading the store" in err and "no jobs yet" in out
+
+
+def test_a_state_directory_of_somebody_else_is_one_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(path: Path, **_: bool) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    theirs = keep(home, "mine", 50)
+    monkeypatch.setattr(Path, "exists", closed)
+    said = told(capsys, "jobs", "--state-dir", str(theirs), code=1)[1]
+    assert f"the store {theirs / DATABASE_NAME} cannot be read: Permission denied" in said
+    assert cli._fault_text(PermissionError(13, "Permission denied", "/x")) == "/x: Permission denied; whose is it?"
+
+
+def test_devices_say_where_the_history_of_slurm_jobs_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(home / "slurm/gpu-1", "1", 10)
+    assert "slurm/CLUSTER-JOB, see `rsup db merge`" in told(capsys, "devices", "timeline", "GPU-1", code=1)[1]
