@@ -123,7 +123,7 @@ def boards_in_proc(root: Path = PROC_GPUS, dev: Path = Path("/dev")) -> list[Dev
 
 
 def numbered_boards(nvml: Any) -> list[tuple[int, Device]]:
-    """Each board that answers, with the number N of its `/dev/nvidiaN`: what SLURM counts by. NVML's own order shifts when a
+    """Each board that answers, with the number N of its `/dev/nvidiaN`: what gres.conf names. NVML's own order shifts when a
     board falls off the bus, these numbers do not. Raises NVML's error where it answers nothing at all."""
     found: list[tuple[int, Device]] = []
     for ordinal in range(nvml.nvmlDeviceGetCount()):

@@ -112,15 +112,27 @@ def is_all_heard(state: JobState) -> bool:
 
 
 def settle_adopted(turn: Turn) -> None:
-    """All ranks that we know of have ended, and there should be more: wait for those as long as nodes may take to come
-    together, then end the job, since they may be alive."""
+    """All ranks that we know of have ended, and there should be, or may be, more: wait for those as long as nodes may take to
+    come together, then end the job, since they may be alive."""
     state = turn.state
-    if not state.adopted or state.phase is not Phase.RUNNING or any(agent.live_attempt for agent in state.agents.values()):
+    if not state.adopted or state.phase is not Phase.RUNNING:
         return
-    missing = max(1, state.world_size - state.num_ended)
-    text = f"nothing has been heard of {plural(missing, 'rank')} of attempt {state.attempt}"
+    if any(agent.live_attempt and agent.group_rank >= 0 for agent in state.agents.values()):
+        if state.deadline_s is not None:
+            turn.change(deadline_s=None)  # one of those who were waited for has come
+        return
+    text = _awaited_text(state)
     if state.deadline_s is None:
         turn.change(deadline_s=turn.now.s + blocked_for_s(state.spec))
         turn.log("AttemptIncomplete", f"{text}, which this store did not know: waiting for it", "warning")
     elif turn.now.s >= state.deadline_s:
         give_up_blocked(turn, text)
+
+
+def _awaited_text(state: JobState) -> str:
+    missing = state.world_size - state.num_ended
+    unheard = sorted(agent.info.node for agent in state.agents.values() if agent.live_attempt and agent.group_rank < 0)
+    if missing > 0 or not unheard:
+        return f"nothing has been heard of {plural(max(1, missing), 'rank')} of attempt {state.attempt}"
+    verb = "has" if len(unheard) == 1 else "have"
+    return f"{', '.join(unheard)} {verb} not said whether ranks of attempt {state.attempt} are there"

@@ -15,7 +15,8 @@ RETRY_S = 1.0
 
 @dataclass
 class AgentLink:
-    """One agent, as this process sees it. Times are seconds of `listening`, but `beats_s`: the machine's."""
+    """One agent, as this process sees it. `heard_s` is in seconds of `listening`, the others are the machine's: a clock that
+    stands still keeps nobody from hearing a command again."""
 
     heard_s: float
     sent: int = 0

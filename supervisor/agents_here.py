@@ -128,9 +128,15 @@ def _status_value(path: Path, name: str) -> list[str]:
     return []
 
 
+_uids: dict[str, int] = {}
+"""Of owners who were found: the directory of users may answer late or not at all, and the loop asks."""
+
+
 def _uid_of(owner: str) -> int | None:
     """None for an owner who is no user of this host, as the name of a token. See `principals.owner_name`."""
+    if owner in _uids:
+        return _uids[owner]
     with contextlib.suppress(KeyError, ValueError):
-        return pwd.getpwnam(owner).pw_uid
+        return _uids.setdefault(owner, pwd.getpwnam(owner).pw_uid)
     number = owner.removeprefix("uid-")
     return int(number) if number != owner and number.isdecimal() else None

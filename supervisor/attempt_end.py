@@ -226,7 +226,8 @@ def give_up_blocked(turn: Turn, text: str) -> None:
     state = turn.state
     waited = f"no restart: {text}, for {blocked_for_s(state.spec):g} s now (--join-timeout); exit 88: please requeue"
     for agent in state.agents.values():
-        lost_node_evidence(turn, agent, text)
+        if agent.group_rank >= 0 or not state.adopted:  # else it may have had no rank
+            lost_node_evidence(turn, agent, text)
     _close_attempt(turn, "failed", text if state.failure is None else state.failure.text)
     end_job(turn, EXIT_REQUEUE, waited if state.failure is None else f"{state.failure.text}; {waited}")
 

@@ -179,9 +179,13 @@ class Turns:
         return self._over
 
     def close(self) -> None:
-        """Stop serving REST, and drains. The server and the store are not ours."""
+        """Stop serving REST, drains, and the endpoints of jobs: the next one knows nothing of those, and another supervisor of
+        this host may want them. The server and the store are not ours."""
         if self.drains is not None:
             self.drains.stop()
+        for endpoint in self._endpoints:
+            self._server.unlisten(endpoint)
+        self._endpoints.clear()
         if self.rest is not None:
             if self._rest_watched:
                 self._unwatch_rest()

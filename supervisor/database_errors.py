@@ -9,9 +9,9 @@ import errno
 import sqlite3
 from collections.abc import Iterator
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull
+from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreRefuses
 
 _FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC", "SQLITE_IOERR_TRUNCATE"}
 _FULL_CODES |= {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_DELETE"}
@@ -28,9 +28,12 @@ def translated(database: str) -> Iterator[None]:
     """Raise `StoreError` in place of the database's errors; `database` is what a person calls it (no password)."""
     try:
         yield
+    except (DataError, IntegrityError, OverflowError, UnicodeError) as error:
+        what = getattr(error, "orig", None) or error
+        raise StoreRefuses(f"the database {database} does not take that: {' '.join(str(what).split())}") from error
     except DBAPIError as error:
         raise store_error(database, error.orig or error) from error
-    except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
+    except (sqlite3.Error, OSError) as error:
         raise store_error(database, error) from error
 
 

@@ -251,9 +251,9 @@ class Board:
 
     def _write_header(self) -> None:
         owner = (os.getpid(), process_start_ticks(os.getpid()), pid_namespace())
-        header = (MAGIC, LAYOUT_VERSION, self.num_slots, *owner)
-        for word, value in enumerate(header):
+        for word, value in enumerate((LAYOUT_VERSION, self.num_slots, *owner), start=1):
             self._words[word] = value
+        self._words[0] = MAGIC  # last: whoever reads it has the owner too, and does not take the board for a leftover
 
     @classmethod
     def open(cls, path: Path) -> "Board":
@@ -272,9 +272,9 @@ class Board:
         finally:
             os.close(fd)
         words = memoryview(memory).cast("Q")
-        num_slots = int(words[2])
         if words[0] != MAGIC or words[1] != LAYOUT_VERSION:
             raise BoardError(f"{path} is no heartbeat board of layout {LAYOUT_VERSION}")
+        num_slots = int(words[2])
         if status.st_size < 8 * (HEADER_WORDS + num_slots * SLOT_WORDS):
             raise BoardError(f"{path} is cut short")
         return cls(path, words, memory, num_slots)
@@ -373,7 +373,7 @@ def remove_leftovers(folders: Iterable[Path], uid: int | None = None) -> list[Pa
             except (OSError, struct.error):
                 continue
             is_here = namespace in (0, pid_namespace())
-            if magic == MAGIC and is_here and not _lives(owner_pid, owner_start):
+            if magic == MAGIC and owner_pid and is_here and not _lives(owner_pid, owner_start):
                 path.unlink(missing_ok=True)
                 removed.append(path)
     return removed

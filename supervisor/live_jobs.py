@@ -52,6 +52,12 @@ class LiveJobs:
         if report.beats:
             link.beats, link.beats_s = report.beats, come_s
 
+    def hear_again(self, agent_id: str, now_s: float) -> None:
+        """An agent has dialled us anew: what was sent before may not have come."""
+        link = self.links.get(agent_id)
+        if link is not None:
+            link.heard_s, link.sent = now_s, 0
+
     def hear_all(self, now_s: float) -> None:
         """Nobody could be heard until now."""
         for link in self.links.values():

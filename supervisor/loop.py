@@ -5,9 +5,11 @@ store, and only then sends anything: what an agent or an operator hears is on di
 nothing: commands stand in the outboxes of the states, and are sent again until they are acknowledged.
 
 A store that cannot be written stops decisions, not training: nothing is acknowledged (agents keep their facts), inputs are
-kept in a bounded queue and tried again each second, reports are answered so that no agent thinks its supervisor dead. A new
-agent is told why it cannot start (of a shared supervisor: to try another, or to be its own), and nothing is kept of it: it may
-be gone when the store can be written again.
+kept in a bounded queue and tried again each second, reports and known agents that say hello again are answered so that no
+agent thinks its supervisor dead. A new agent is told why it cannot start (of a shared supervisor: to try another, or to be its
+own), and nothing is kept of it: it may be gone when the store can be written again.
+
+A store that answers and refuses what it is given (`StoreRefuses`) costs the one input that it refuses, not all that came along.
 
 Where another supervisor may have taken over meanwhile (`lease_doubt`) reports are not answered so: an agent that hears us would
 not look for the other, and its fence timeout would begin anew. It hears `StandsBy`, and keeps what it has to say.
@@ -63,7 +65,7 @@ from rsup.supervisor.loop_sweep import Sweep
 from rsup.supervisor.outgoing import Outgoing
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.states import JobState, Phase, Role, StateUnreadable, decode, rebased
-from rsup.supervisor.store import Store, StoreError
+from rsup.supervisor.store import Store, StoreError, StoreRefuses
 from rsup.supervisor.wire import AgentGone, Bye, Hello, Refusal, Report, RsupError, SupervisorInfo
 
 __all__ = [
@@ -84,6 +86,8 @@ REFUSE_AFTER_S = 2.0
 
 COME_BACK_S = 6.0
 """How long agents that were told to ask elsewhere may take until they are here again (`supervisor_client.STAY_S`)."""
+
+_LOG_EVERY_S = 60.0
 
 _NO_MESSAGE = (OperatorRequest, HardwareRequest, AgentKnownDead, NodeReported, RecordsToKeep)
 """Inputs that are no message of an agent."""
@@ -111,7 +115,7 @@ class Loop:
         self.store_error = ""
         """Why the store cannot be written now, empty if it can."""
         self.num_dropped = 0
-        """Inputs that were put aside while the store failed, and then did not find room. Agents repeat theirs."""
+        """Inputs that did not find room while the store failed, and those that it refused. Agents repeat theirs."""
         self.on_fault: Callable[[Exception, object], None] = _log_fault
         """Called with an exception of our own code and the input that led to it; the input is dropped."""
         self.lease_doubt: Callable[[], str] = lambda: ""
@@ -123,10 +127,11 @@ class Loop:
         self._routing = Routing(store, new_job_id)
         self._live = LiveJobs()
         self._book = book or Book(store, accepts_injected=info.embedded)
-        self._sweep = Sweep(self._live)
+        self._sweep = Sweep(self._live, clock.monotonic_s)
         self._outgoing = Outgoing(transport, info, self._live.links)
         self._backlog: deque[Input] = deque()
         self._retry_at_s = 0.0
+        self._refused_logged_s = -_LOG_EVERY_S
         self._failing_since_s = 0.0
         self._has_doubted = False
         """Whether agents were sent away since the store failed."""
@@ -139,6 +144,7 @@ class Loop:
         """Take over every live job of the store and send what its agents have not acknowledged. Raise `StoreError`."""
         now = self._now()
         self._book.recover()
+        began_s = self._clock.monotonic_s()
         batch = Batch(now, self._live.states)
         for key, data in self._store.live_jobs():
             try:
@@ -157,7 +163,7 @@ class Loop:
             self._book.keep(hardware)
         except StoreError as error:  # what the outboxes hold was committed before, and may be sent
             self._store_failed(error, [])
-        self._perform(batch)
+        self._perform(batch, began_s)
 
     def listened(self, *, has_read_all: bool) -> None:
         """The links were read just now; what they gave comes by `handle` next. `has_read_all`: nothing was left unread. Time in
@@ -221,7 +227,9 @@ class Loop:
         key = self._live.job_of.get(agent_id)
         state = self._live.states.get(key) if key is not None else None
         agent = state.agents.get(agent_id) if state is not None else None
-        return None if key is None or agent is None else Known(key.owner, agent.info.principal)
+        if key is None or state is None or agent is None:
+            return None
+        return Known(key.owner, agent.info.principal, None if state.phase is Phase.ENDED else key)
 
     @property
     def hardware_changes(self) -> int:
@@ -241,7 +249,9 @@ class Loop:
     def _listened_s(self) -> float:
         return self._listening.now_s(self._clock.monotonic_s())
 
-    def _process(self, inputs: Sequence[Input], with_time: bool = False) -> None:
+    def _process(self, inputs: Sequence[Input], with_time: bool = False) -> bool:
+        """Whether the store could be written."""
+        began_s = self._clock.monotonic_s()
         batch = Batch(self._now(), self._live.states)
         hardware = self._book.turn(batch)
         try:
@@ -252,13 +262,34 @@ class Loop:
                 self._weigh(hardware, with_time=True)
             self._commit(batch)
             self._book.keep(hardware)
+        except StoreRefuses as error:
+            return self._part(error, inputs, with_time)
         except StoreError as error:
             self._store_failed(error, inputs)
-            return
+            return False
         if self.store_error:
             _log.warning("the store can be written again")
             self.store_error = ""
-        self._perform(batch)
+        self._perform(batch, began_s)
+        return True
+
+    def _part(self, error: StoreRefuses, inputs: Sequence[Input], with_time: bool) -> bool:
+        """Something of these is what the store refuses: in ever smaller parts all but that is taken. As `_process`."""
+        if not inputs:  # what time demands is no input that could be left out
+            self._store_failed(error, [])
+            return False
+        if len(inputs) > 1 or with_time:
+            half = len(inputs) // 2
+            if half and not self._process(inputs[:half]):
+                self._keep(inputs[half:])
+                return False
+            return self._process(inputs[half:]) and (not with_time or self._process([], with_time=True))
+        self._drop(inputs[0], str(error))
+        now_s = self._clock.monotonic_s()
+        if now_s - self._refused_logged_s >= _LOG_EVERY_S:  # an agent says it again each second
+            self._refused_logged_s = now_s
+            _log.error("%s; this input is left out: %.300r", error, inputs[0])
+        return True
 
     def _guarded(self, batch: Batch, hardware: BookTurn, one: Input) -> None:
         try:
@@ -322,16 +353,20 @@ class Loop:
                 self._live.hear(message, listened_s, now_s)
                 key = self._live.job_of.get(message.agent_id)
                 if key is not None and key in self._live.states:
-                    self._outgoing.order(self._live.states[key], message.agent_id, listened_s)
+                    self._outgoing.order(self._live.states[key], message.agent_id, now_s)
                 if not message.facts:
                     continue
+            elif isinstance(message, Hello) and (state := self._staying(message)) is not None:
+                self._live.hear_again(message.agent.agent_id, listened_s)
+                self._outgoing.welcome(state, message.agent.agent_id)
+                continue
             elif isinstance(message, Hello) and self._is_new(message):
                 if now_s - self._failing_since_s >= REFUSE_AFTER_S:
                     self._turn_away(message.agent.agent_id)
                 continue
             self._backlog.append(one)
         while len(self._backlog) > MAX_BACKLOG:
-            self._drop(self._backlog.popleft())
+            self._drop(self._backlog.popleft(), f"not taken up, too much waits for the store: {self.store_error}")
 
     def _turn_away(self, agent_id: str) -> None:
         """A new agent. One whose supervisor is shared may go to another, or be its own; an embedded one's has no other."""
@@ -341,13 +376,24 @@ class Loop:
         else:
             self._outgoing.stand_by(agent_id, why)
 
+    def _staying(self, hello: Hello) -> JobState | None:
+        """The job of an agent that only asks whether we are still here, as all do whom we kept waiting for some seconds: of its
+        `Hello` nothing has to be kept. An unanswered one takes us for dead, and may kill its ranks (`--fence-timeout`)."""
+        key = self._live.job_of.get(hello.agent.agent_id)
+        state = self._live.states.get(key) if key is not None else None
+        agent = state.agents.get(hello.agent.agent_id) if state is not None else None
+        if state is None or agent is None or wire.common_version(hello.speaks) is None or hello.agent.gone:
+            return None
+        told_all = agent.group_rank >= 0 or not state.adopted  # else it is waited for to say what it runs
+        known = hello.epoch <= state.epoch and hello.attempt in (0, agent.live_attempt)
+        return state if known and told_all and agent.role is not Role.GONE and not agent.dead else None
+
     def _is_new(self, hello: Hello) -> bool:
         """Whether nothing of a job runs on that agent, and no job knows it."""
         return not (hello.attempt or hello.job_id or hello.agent.gone) and hello.agent.agent_id not in self._live.job_of
 
-    def _drop(self, one: Input) -> None:
+    def _drop(self, one: Input, text: str) -> None:
         self.num_dropped += 1
-        text = f"not taken up, too much waits for the store: {self.store_error}"
         if isinstance(one, HardwareRequest):
             one.reply(HardwareReply("busy", text))
         elif isinstance(one, OperatorRequest):
@@ -357,8 +403,8 @@ class Loop:
         elif isinstance(one, RecordsToKeep):
             one.reply(False)
 
-    def _perform(self, batch: Batch) -> None:
-        now_s = batch.now.s
+    def _perform(self, batch: Batch, began_s: float) -> None:
+        """Send what was decided in a turn that began at `began_s` of the machine's clock."""
         for agent_id, refusal in batch.refusals:
             self._outgoing.refuse(agent_id, refusal)
         for key, action in batch.sends:
@@ -371,10 +417,10 @@ class Loop:
                 elif isinstance(action, SendNotice):
                     self._outgoing.notice(state, action.agent_id, action.text)
                 elif action.agent_id not in batch.reports and state.agents[action.agent_id].role is not Role.LOST:
-                    self._outgoing.order(state, action.agent_id, now_s)
+                    self._outgoing.order(state, action.agent_id, began_s)
         for agent_id, key in batch.reports.items():
             if key in self._live.states:
-                self._outgoing.order(self._live.states[key], agent_id, now_s)
+                self._outgoing.order(self._live.states[key], agent_id, began_s)
         for tell in batch.replies:
             tell()
 
@@ -427,9 +473,7 @@ class Loop:
         if isinstance(state, Refusal):
             batch.refusals.append((agent_id, state))
             return
-        link = self._live.links.get(agent_id)
-        if link is not None:
-            link.heard_s, link.sent = batch.now.s, 0
+        self._live.hear_again(agent_id, batch.now.s)
         if state.phase is Phase.ENDED:
             batch.changed.setdefault(state.key, state)  # it may have been forgotten
         is_new = not state.num_events

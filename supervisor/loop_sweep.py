@@ -1,5 +1,7 @@
 """What time demands of the loop: deadlines of phases, agents that have gone silent, orders to send again, beats to keep."""
 
+from collections.abc import Callable
+
 from rsup.supervisor import job_machine
 from rsup.supervisor.actions import SendOrder
 from rsup.supervisor.agent_links import RETRY_S, beat_row, newest_beats
@@ -15,10 +17,11 @@ MAX_BEATS_A_TURN = 4096
 
 
 class Sweep:
-    """Goes over all jobs: every second for most, sooner for deadlines."""
+    """Goes over all jobs: every second for most, sooner for deadlines. `machine_s` is the machine's monotonic clock."""
 
-    def __init__(self, live: LiveJobs) -> None:
+    def __init__(self, live: LiveJobs, machine_s: Callable[[], float]) -> None:
         self._live = live
+        self._machine_s = machine_s
         self._sweep_at_s = 0.0
         self._beats_looked_s: dict[JobKey, float] = {}
         self._beats_saved_s: dict[JobKey, float] = {}
@@ -64,11 +67,12 @@ class Sweep:
             batch.decide(now, AgentSilent(agent_id, batch.now.s - link.heard_s))
 
     def _resend(self, batch: Batch) -> None:
+        now_s = self._machine_s()
         for key in self._live.states:
             state = batch.get(key)
             for agent_id, agent in state.agents.items() if state is not None else ():
                 link = self._live.links.get(agent_id)
-                overdue = link is not None and link.sent and batch.now.s - link.sent_s >= RETRY_S
+                overdue = link is not None and link.sent and now_s - link.sent_s >= RETRY_S
                 if agent.outbox and overdue and agent.reachable:
                     batch.sends.append((key, SendOrder(agent_id)))
 

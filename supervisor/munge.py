@@ -24,6 +24,7 @@ RPC_PURPOSE = "rsup-rpc"
 TTL_S = 60
 MAX_CREDENTIAL_CHARS = 8192
 _OPTION_SOCKET, _OPTION_TTL = 8, 4
+_NO_MEMORY, _SOCKET, _TIMEOUT = 5, 6, 7
 _EXPIRED, _REWOUND, _REPLAYED = 15, 16, 17
 _WHY = {
     _EXPIRED: "it has expired; are the clocks of both hosts right?",
@@ -35,6 +36,10 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 class MungeError(RsupError):
     """A credential that cannot be made or is not accepted; the text says why."""
+
+
+class MungeAway(MungeError):
+    """`munged` could not be asked now: nothing is wrong with the credential."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def encode(payload: str, socket_path: str = "") -> str:
 
 
 def decode(credential: str, socket_path: str = "") -> Decoded:
-    """Who made that credential. Raise `MungeError` for one that is expired, used before, foreign or none."""
+    """Who made that credential. Raise `MungeError` for one that is expired, used before, foreign or none, `MungeAway` where
+    that cannot be told now."""
     library = _library()
     if library is None:
         raise MungeError("MUNGE credentials cannot be read here: libmunge.so.2 is not installed")
@@ -90,6 +96,8 @@ def decode(credential: str, socket_path: str = "") -> Decoded:
         text = ctypes.string_at(payload.value, length.value).decode("utf-8", "replace") if payload.value else ""
     finally:
         _free(payload)
+    if code in (_NO_MEMORY, _SOCKET, _TIMEOUT):
+        raise MungeAway(f"this MUNGE credential cannot be read now: {problem}; is munged running?")
     if code:
         raise MungeError(f"this MUNGE credential is not accepted: {problem}")
     return Decoded(uid.value, gid.value, text)
@@ -125,9 +133,14 @@ def is_own_audience(text: str, ports: Collection[int]) -> bool:
     return host == socket.gethostname().lower() or _is_own_host(host)
 
 
-@functools.lru_cache(maxsize=64)
+_own_hosts: set[str] = set()
+"""Those that were found to be this host's. A "no" is not kept: the resolver may have been away."""
+
+
 def _is_own_host(host: str) -> bool:
     """Whether that name or address is one of this host's, loopback aside."""
+    if host in _own_hosts:
+        return True
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -140,6 +153,7 @@ def _is_own_host(host: str) -> bool:
                 probe.bind((address[0], 0, *address[2:]))
         except OSError:
             continue
+        _own_hosts.add(host)
         return True
     return False
 

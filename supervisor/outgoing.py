@@ -42,7 +42,8 @@ class Outgoing:
         self._transport.send(agent_id, Order(agent_id, state.epoch, state.agents[agent_id].acked_fact, notices=[text]))
 
     def order(self, state: JobState, agent_id: str, now_s: float) -> None:
-        """Acknowledge facts, and send commands that are new or have waited for their acknowledgement too long."""
+        """Acknowledge facts, and send commands that are new or have waited for their acknowledgement too long. `now_s`: by the
+        machine's monotonic clock."""
         agent = state.agents.get(agent_id)
         link = self._links.get(agent_id)
         if agent is None or link is None:

@@ -43,6 +43,12 @@ def user_name(uid: int) -> str:
     return f"uid-{uid}"
 
 
+def is_nameless(name: str) -> bool:
+    """Whether that is what a uid is called that has no name here, or had none when it was looked up."""
+    number = name.removeprefix("uid-")
+    return number != name and number.isdecimal()
+
+
 @dataclass(frozen=True)
 class Peers:
     """Turns uids into principals. `operators`: as in the settings, of a shared supervisor."""
@@ -86,8 +92,7 @@ def check_operators(operators: Sequence[str]) -> list[str]:
 
 
 def _is_user(name: str) -> bool:
-    number = name.removeprefix("uid-")
-    if number != name and number.isdecimal():
+    if is_nameless(name):
         return True
     with contextlib.suppress(KeyError, OSError):
         return bool(pwd.getpwnam(name))

@@ -9,6 +9,9 @@ says nothing more to its agents. Others end a session that has asked for nothing
 (`lease_watch`). The question reached the server after it was asked, so the holder is silent for a second before another
 can begin; clocks of hosts are never compared. A session that the server ends is noticed at once, by its socket.
 
+A holder whose session ended may find the lease free again although another has led and gone meanwhile: what it knows of the
+jobs is old then. The holder's row tells, and it has lost the lease as if the other were still there.
+
 A commit that hangs keeps its caller from saying anything. After `CUT_S` its connection is cut, so that it ends, unless the
 server says that it is at work for it.
 """
@@ -30,7 +33,7 @@ from sqlalchemy.exc import DBAPIError
 from rsup.supervisor import tables
 from rsup.supervisor.lease import LeaseHolder, LeaseRecord, held_error, record_of
 from rsup.supervisor.record_rows import save_meta
-from rsup.supervisor.store import StoreError
+from rsup.supervisor.store import StoreError, StoreHeld
 
 LOCK_SPACE = 0x72737570
 """First half of the advisory lock's number ("rsup"); the second is made of the schema's name."""
@@ -71,6 +74,8 @@ class PostgresLease:
         """The driver's connection: errors in the thread must not make SQLAlchemy connect anew, without the lock."""
         self._engine: Engine | None = None
         self._server_pid = 0
+        self._has_led = False
+        """Whether the holder's row has been ours, so that it stays so unless another leads."""
         self._said_hang = False
         self._has_agents = False
         """Whether somebody waits for our word; a command may take its time for a transaction."""
@@ -122,6 +127,24 @@ class PostgresLease:
             if not locked:
                 raise held_error(self._database, record)
         connection.commit()
+        if self._has_led:
+            self._check_row(connection)
+
+    def _check_row(self, connection: Connection) -> None:
+        """Nobody else has led since we did: asked under the lock, so that nobody begins meanwhile. Raise `StoreHeld`."""
+        record = read_holder(connection)
+        connection.commit()
+        if record is not None and record.instance == self._record.instance:
+            return
+        connection.exec_driver_sql("SELECT pg_advisory_unlock_all()")
+        connection.commit()
+        who = f"the supervisor with pid {record.pid} on {record.host}" if record is not None else "somebody it does not name"
+        raise StoreHeld(
+            f"the store {self._database} was held by {who} while this supervisor had lost its connection: what this one knows "
+            "of the jobs is old",
+            address=record.rpc if record is not None else "",
+            rest=record.rest if record is not None else "",
+        )
 
     def __enter__(self) -> "PostgresLease":
         self._mutex.acquire()
@@ -171,6 +194,7 @@ class PostgresLease:
         with self, self._connection.begin():
             save_meta(self._connection, "holder", json.dumps(asdict(self._record)))
             save_meta(self._connection, "holder_beats", self._record.instance)
+        self._has_led = True
 
     def give_up(self) -> None:
         """Unlock, while the server answers, and leave the session to whoever closes it: the server ends a session some time

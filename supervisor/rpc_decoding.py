@@ -1,8 +1,11 @@
 """Reading what agents of other releases send: a newer one's new facts, and the `Hello` of one too far away to understand.
 
 The strict decoder of `wire` comes first. Only what it refuses is read here, field by field: a fact of a kind that this
-release does not know becomes a `Note`, so that its sequence number is used up and the facts behind it get through.
+release does not know becomes a `Note`, so that its sequence number is used up and the facts behind it get through. The same
+becomes of a fact with a number that no column holds; beats with one are left out, and a `Hello` with one is no message.
 """
+
+import re
 
 import msgspec
 from msgspec import Raw, Struct
@@ -35,18 +38,24 @@ class _SomeReport(Struct, tag="Report"):
 
 _some_decoder = msgspec.msgpack.Decoder(_SomeHello | _SomeReport)
 
+LARGEST_INTEGER = 2**62 - 1
+"""Of any message, and its negative the smallest. Columns hold up to 2**63 - 1; attempts and epochs are counted on from it."""
+_MAY_BE_LARGER = re.compile(rb"\xcf[\x40-\xff]|\xd3[\x40-\xbf]")
+"""How msgpack begins an integer beyond that (uint 64, int 64); texts may hold the same bytes."""
+
 
 def decode(data: bytes) -> ToSupervisor:
     """The message in `data`. Raise `MessageError` for what is none of any release."""
     try:
-        return wire.decode_to_supervisor(data)
+        message = wire.decode_to_supervisor(data)
     except MessageError:
         if len(data) > wire.MAX_MESSAGE_BYTES:
             raise
-        message = _decode_of_other_release(data)
-        if message is None:
+        other = _decode_of_other_release(data)
+        if other is None:
             raise
-        return message
+        message = other
+    return message if _MAY_BE_LARGER.search(data) is None else _storable(message)
 
 
 def version_problem(hello: Hello) -> str:
@@ -57,6 +66,32 @@ def version_problem(hello: Hello) -> str:
     remedy = "upgrade rsup there" if ours_is_newer else "upgrade the supervisor, or let it end and launch again"
     node = hello.agent.node or "the node"
     return f"rsup {hello.release} on {node} is too far from the supervisor's rsup {wire.RELEASE} to talk to it: {remedy}"
+
+
+def _storable(message: ToSupervisor) -> ToSupervisor:
+    """`message` without what no database holds: one agent's numbers must not keep the store from taking what others say."""
+    if isinstance(message, Report):
+        facts = [fact if _is_storable(fact) else _unstorable(fact) for fact in message.facts]
+        beats = [beat for beat in message.beats if _is_storable(beat)]
+        message = msgspec.structs.replace(message, facts=facts, beats=beats)
+    if not _is_storable(message):
+        raise MessageError(f"a {type(message).__name__} with a number beyond {LARGEST_INTEGER}")
+    return message
+
+
+def _is_storable(value: object) -> bool:
+    if isinstance(value, Struct):
+        return all(_is_storable(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, dict):
+        return all(_is_storable(part) for item in value.items() for part in item)
+    if isinstance(value, (list, tuple)):
+        return all(_is_storable(part) for part in value)
+    return not isinstance(value, int) or -LARGEST_INTEGER <= value <= LARGEST_INTEGER
+
+
+def _unstorable(fact: AnyFact) -> AnyFact:
+    at_us = fact.at_us if _is_storable(fact.at_us) else wire.now_us()
+    return wire.Note(at_us, "warning", f"a {type(fact).__name__} with a number beyond {LARGEST_INTEGER} is left out")
 
 
 def _decode_of_other_release(data: bytes) -> ToSupervisor | None:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from rsup.supervisor import places, rpc_decoding, rpc_links, wire
-from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, admit
+from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, Unsure, admit
 from rsup.supervisor.peer_identity import uid_of_zmq_peer
 from rsup.supervisor.places import LinkKey
 from rsup.supervisor.records import JobKey
@@ -35,10 +35,18 @@ from rsup.supervisor.wire import Hello, MessageError, Refusal, RsupError, ToAgen
 
 MAX_MESSAGES_A_LINK = 8192
 """Read in one call; what is handed on of them is what says something new (`_is_superseded`)."""
+MAX_BYTES_A_LINK = 64 * 1024 * 1024
+"""The same: of messages of up to 16 MiB each, those that are kept."""
+MAX_HELLO_BYTES = 1024 * 1024
+"""Anybody may send one."""
+MAX_ASKING = 4096
+"""Agents that wait to hear who they are; others ask again."""
 MAX_WAITING_REQUESTS = 256
 _LOG_EVERY_S = 60.0
+_UNREAD_LOGGED_AFTER_S = 10.0
 _MAX_IDENTITY_BYTES = 128
 _MAX_LET_IN = 20_000
+_BEFORE_HELLO = "an agent spoke in another's name, or before its Hello"
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +95,10 @@ class RpcServer:
         self.known_agent: Callable[[str], Known | None] = lambda agent_id: None
         """Asked of every agent that this server has not let in itself: what the store's jobs know of it."""
         self.has_read_all = True
-        """Whether the last `receive` has left no message unread that had come."""
+        """Whether the last `receive` has left no message unread that had come, but for those of who says far too much."""
         self._admission = admission
         self._let_in: dict[str, Known] = {}
-        self._asked: deque[tuple[Connection, Hello, Admitted | Refusal]] = deque()
+        self._asked: deque[tuple[Connection, Hello, Admitted | Refusal | Unsure]] = deque()
         self._asking: set[Connection] = set()
         self._askers: ThreadPoolExecutor | None = None
         self._key = key
@@ -110,6 +118,8 @@ class RpcServer:
             self._poller.register(self._key_check.socket, zmq.POLLIN)
         self._bad_logged_s = -_LOG_EVERY_S
         self._bad_logged = 0
+        self._unread_since_s: float | None = None
+        self._unread_logged_s = -_LOG_EVERY_S
 
     # ------------------------------------------------------------------------------------------------------ addresses
 
@@ -214,25 +224,49 @@ class RpcServer:
         for link in list(self._links.values()):
             if link.socket in ready and not self._receive_from(link, received):
                 self.has_read_all = False
+        self._note_unread()
         return received
 
+    def _note_unread(self) -> None:
+        """What is left unread stops the clock by which agents are found dead: nobody should have to guess why none is."""
+        now_s = time.monotonic()
+        if self.has_read_all:
+            self._unread_since_s = None
+            return
+        self._unread_since_s = now_s if self._unread_since_s is None else self._unread_since_s
+        unread_s = now_s - self._unread_since_s
+        if unread_s >= _UNREAD_LOGGED_AFTER_S and now_s - self._unread_logged_s >= _LOG_EVERY_S:
+            self._unread_logged_s = now_s
+            _log.warning("for %.0f s more has come from agents than could be read: no silent one is found meanwhile", unread_s)
+
     def _receive_from(self, link: Link, received: list[Received]) -> bool:
-        """Whether all was read."""
+        """Whether all was read, or of every connection so much that who has more is to blame."""
         waiting: list[tuple[zmq.Frame, bytes, ToSupervisor]] = []
         newest: dict[bytes, int] = {}
+        greeted: set[bytes] = set()
+        num_read: Counter[bytes] = Counter()
+        num_bytes = 0
         has_read_all = False
         for _ in range(MAX_MESSAGES_A_LINK):
+            if num_bytes >= MAX_BYTES_A_LINK:
+                break
             try:
                 first = link.socket.recv(zmq.DONTWAIT, copy=False)
                 frames = link.socket.recv_multipart(zmq.DONTWAIT) if first.more else []
             except zmq.Again:
                 has_read_all = True
                 break
+            num_read[first.bytes[: _MAX_IDENTITY_BYTES + 1]] += 1
             try:
                 identity, message = _read(first, frames)
+                if isinstance(message, Hello):
+                    greeted.add(identity)
+                elif identity not in greeted and self._route.get(message.agent_id) != Connection(link, identity):
+                    raise MessageError(_BEFORE_HELLO)  # not kept till then: it may be as large as messages may be
             except MessageError as error:
                 self._count_bad(link, str(error))
                 continue
+            num_bytes += len(frames[0])
             before = newest.get(identity)
             if before is not None and _is_superseded(waiting[before][2], message):
                 waiting[before] = (first, identity, message)
@@ -249,7 +283,16 @@ class RpcServer:
             if admitted is not None:
                 self.counters.received += 1
                 received.append(admitted)
-        return has_read_all
+        return has_read_all or self._is_flooded(link, num_read)
+
+    def _is_flooded(self, link: Link, num_read: Counter[bytes]) -> bool:
+        """Whether the rest that was not read is that of a few: ZeroMQ reads connections in turn, one message of each. Where so
+        many came of one, all was read that others had in their queues. Who has no agent counts as one, with more patience:
+        after a start of ours all agents are such. Something was read then of everybody who had said something."""
+        if max(num_read.values(), default=0) > 2 * rpc_links.RECEIVE_QUEUE_MESSAGES:
+            return True
+        agents = {place.identity for place in self._route.values() if place.link is link}
+        return sum(number for identity, number in num_read.items() if identity not in agents) > MAX_MESSAGES_A_LINK // 2
 
     def _admit(self, place: Connection, first: zmq.Frame, message: ToSupervisor) -> Received | None:
         """`message`, None if it was answered, ignored or put off here. Raise `MessageError` if it may not be said there."""
@@ -258,11 +301,12 @@ class RpcServer:
             return self._hello(place, first, message)
         agent_id = message.agent_id
         if self._route.get(agent_id) != place:
-            raise MessageError("an agent spoke in another's name, or before its Hello")
+            raise MessageError(_BEFORE_HELLO)
         if link.open and agent_id not in link.agents:
             raise MessageError("a report of an agent that is not of this link's job")
         if isinstance(message, wire.Bye):
             link.agents.discard(agent_id)
+            del self._route[agent_id]
         return Received(agent_id, message, trusted=not link.open)
 
     def _hello(self, place: Connection, first: zmq.Frame, hello: Hello) -> Received | None:
@@ -279,16 +323,20 @@ class RpcServer:
         peer = self._peer(place.link, first)
         if not self._admission.must_wait(peer, hello):
             return self._decide(place, hello, self._admission.who(peer, hello))
-        if place not in self._asking:
+        if place not in self._asking and len(self._asking) < MAX_ASKING:
             self._asking.add(place)
             self._askers = self._askers or ThreadPoolExecutor(2, thread_name_prefix="rsup-munge")
             self._askers.submit(self._ask, self._admission, place, peer, hello)
         return None
 
     def _ask(self, admission: Admission, place: Connection, peer: Peer, hello: Hello) -> None:
-        """On a thread: `munged` may take its time."""
-        self._asked.append((place, hello, admission.who(peer, hello)))
-        self.wake()
+        """On a thread: `munged` and the directory of users may take their time."""
+        answer: Admitted | Refusal | Unsure = Unsure("who it is could not be asked")
+        try:
+            answer = admission.who(peer, hello)
+        finally:  # else it would never be asked again
+            self._asked.append((place, hello, answer))
+            self.wake()
 
     def _peer(self, link: Link, first: zmq.Frame) -> Peer:
         uid = uid_of_zmq_peer(_property(first, "Peer-Address")) if link.address.startswith("ipc:") else None
@@ -301,14 +349,17 @@ class RpcServer:
         tcp = [link.address.removeprefix("tcp://") for link in self._links.values() if link.address.startswith("tcp:")]
         return [places.split_endpoint(endpoint)[1] for endpoint in tcp]
 
-    def _decide(self, place: Connection, hello: Hello, answer: Admitted | Refusal) -> Received | None:
+    def _decide(self, place: Connection, hello: Hello, answer: Admitted | Refusal | Unsure) -> Received | None:
         """What becomes of a `Hello` now that we know who has sent it."""
         agent_id, link = hello.agent.agent_id, place.link
-        decided: Hello | Refusal | None = answer if isinstance(answer, Refusal) else self._let(place, hello, answer)
+        decided: Hello | Refusal | Unsure | None = self._let(place, hello, answer) if isinstance(answer, Admitted) else answer
+        if isinstance(decided, Unsure):
+            self._count_bad(link, decided.reason)
+            return None
         if isinstance(decided, Refusal):
-            if not hello.attempt:
+            if not hello.attempt and not hello.job_id:
                 self._refuse(place, decided)
-            else:  # its ranks train: whatever is wrong (munged, the directory of users) may pass
+            else:  # its ranks train, or it waits to: whatever is wrong (munged, the directory of users) may pass
                 self._count_bad(link, decided.message)
             return None
         if decided is None:
@@ -316,13 +367,16 @@ class RpcServer:
         self._route[agent_id] = place
         return Received(agent_id, decided, trusted=not link.open)
 
-    def _let(self, place: Connection, hello: Hello, admitted: Admitted) -> Hello | Refusal | None:
+    def _let(self, place: Connection, hello: Hello, admitted: Admitted) -> Hello | Refusal | Unsure | None:
         agent_id, link_owner = hello.agent.agent_id, None
         if place.link.open:
             narrowed = self._narrow(place, hello)
             if narrowed is None:
                 return None
             hello, link_owner = narrowed, narrowed.spec.owner
+            elsewhere = self.known_agent(agent_id)
+            if elsewhere is not None and elsewhere.job is not None and elsewhere.job not in place.link.jobs:
+                return Refusal(1, f"agent {agent_id} is another job's: nobody may speak for it at {place.link.address}")
         if self._admission is None:
             return hello
         known = self._let_in.get(agent_id) or self.known_agent(agent_id)
@@ -427,7 +481,10 @@ def _read(first: zmq.Frame, frames: list[bytes]) -> tuple[bytes, ToSupervisor]:
     """Who has sent a message, and what it is. Raise `MessageError` for none."""
     if len(frames) != 1:
         raise MessageError(f"a message of {1 + len(frames)} frames")
-    return _identity(first.bytes), rpc_decoding.decode(frames[0])
+    identity, message = _identity(first.bytes), rpc_decoding.decode(frames[0])
+    if isinstance(message, Hello) and len(frames[0]) > MAX_HELLO_BYTES:
+        raise MessageError(f"a Hello of {len(frames[0])} bytes, more than the {MAX_HELLO_BYTES} allowed")
+    return identity, message
 
 
 def _is_superseded(before: ToSupervisor, message: ToSupervisor) -> bool:

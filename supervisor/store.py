@@ -15,6 +15,10 @@ class StoreFull(StoreError):
     """No space, no quota, or read-only: writing may work again later. Nothing of the transaction was kept."""
 
 
+class StoreRefuses(StoreError):
+    """The database answers, and does not take what it is given: the same again would be refused again."""
+
+
 class StoreDamaged(StoreError):
     """Not a database, or a corrupt one."""
 

@@ -25,6 +25,8 @@ class SlurmPlace:
     """Of this node in the step."""
     num_nodes: int = 1
     """Of the step; 1 outside of one."""
+    job_nodes: tuple[str, ...] = ()
+    """Of the whole job as this process began; of a heterogeneous job those of its own component."""
     num_job_nodes: int = 1
     task: int = 0
     shares_nodes: bool = False
@@ -64,6 +66,7 @@ def read_place(environ: Mapping[str, str]) -> SlurmPlace | None:
         nodes=tuple(node_names(nodes)),
         node_index=_number(environ, "SLURM_NODEID") if in_step else 0,
         num_nodes=num_nodes if in_step else 1,
+        job_nodes=tuple(node_names(environ.get("SLURM_JOB_NODELIST", ""))),
         num_job_nodes=max(1, _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES")),
         task=_number(environ, "SLURM_PROCID") if in_step else 0,
         shares_nodes=in_step and (num_tasks > num_nodes or _number(environ, "SLURM_LOCALID") > 0),

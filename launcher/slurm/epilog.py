@@ -9,7 +9,7 @@ this boot.
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rsup.launcher.slurm.gate import indexes_of
 from rsup.launcher.slurm.kernel_log import NOT_READ
@@ -66,20 +66,20 @@ def collect(environ: Mapping[str, str]) -> None:
 
 def _hardware_events(
     places: NodePlaces, node: str, boot: str, job: str, gpus: Sequence[str], since: int | None
-) -> list[NodeEvent]:
+) -> Iterator[NodeEvent]:
+    """Xids first: they are spooled before a driver that hangs is asked."""
     jobs, told = dict.fromkeys(gpus, job), read_told(places, boot)
-    found: list[NodeEvent] = []
     inventory = read_content(places.inventory)
     if since is not None and not isinstance(inventory, str):
         # Where the prolog could not read the log in time, what has been told before is no news of this job.
         after = told.sequence if since == NOT_READ else since
-        found += [event for _, event in xid_events(places, inventory, boot, after, jobs, only=gpus) if event is not None]
+        xids = [event for _, event in xid_events(places, inventory, boot, after, jobs, only=gpus) if event is not None]
+        yield from (event for event in xids if event.key not in told.keys)
     try:
         readings = [one for one in read_devices(places, node, NVML_WITHIN_S).readings if one.device in jobs]
-        found += reading_events(readings, boot, jobs)
     except NodeProblem:
-        pass  # the healthcheck looks again, and tells of a driver that hangs
-    return [event for event in found if event.key not in told.keys]
+        return  # the healthcheck looks again, and tells of a driver that hangs
+    yield from (event for event in reading_events(readings, boot, jobs) if event.key not in told.keys)
 
 
 def _gpus_now(environ: Mapping[str, str], places: NodePlaces, boot: str) -> tuple[str, ...]:

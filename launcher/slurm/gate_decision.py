@@ -39,10 +39,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class IndexMap:
-    """Which boards each index may stand for, several where that is not sure. `problem`: why nothing is known, else empty."""
+    """Which boards each index may stand for, several where that is not sure. `problem`: why nothing is known, else empty.
+    `here`: boards of this node whatever their index."""
 
     boards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     problem: str = ""
+    here: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def _by_devices(question: Question, snapshot: Snapshot, boards: IndexMap, now: d
     for uuid in question.uuids:
         if uuid in refused:
             return Answer(REFUSED, "device", _refusal(question.node, f"GPU {uuid}", refused[uuid]), uuid)
+    here = {*boards.here, *(uuid for found in boards.boards.values() for uuid in found)}
     doubts: list[str] = []
     for index in question.indexes:
         found = boards.boards.get(index, ())
@@ -122,10 +125,9 @@ def _by_devices(question: Question, snapshot: Snapshot, boards: IndexMap, now: d
             return Answer(REFUSED, "device", _refusal(question.node, f"GPU {index}", refused[against[0]]), against[0])
         if against:
             doubts.append(f"index {index} may be {' or '.join(found)}")
-        elif not found and any(one.node == question.node for one in refused.values()):
+        elif not found and any(one.node == question.node or uuid in here for uuid, one in refused.items()):
             doubts.append(f"GPU index {index}: {boards.problem or 'not in the inventory of this boot'}")
     if question.has_all:
-        here = {uuid for found in boards.boards.values() for uuid in found}
         for uuid, one in refused.items():
             if uuid in here:
                 return Answer(REFUSED, "device", _refusal(question.node, f"GPU {uuid}", one), uuid)

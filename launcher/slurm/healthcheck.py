@@ -17,6 +17,7 @@ from contextlib import suppress
 from rsup.launcher.slurm.node_round import Round
 from rsup.launcher.slurm.node_settings import NodeProblem, node_name, places_of, read_settings
 
+LOOK_WITHIN_S = 15.0
 SPEAK_WITHIN_S = 12.0
 USAGE = """usage: rsup slurm healthcheck [--no-jitter] [--quiet]
 
@@ -63,23 +64,22 @@ def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:
         return turn.problems, ["another round is under way"]
     if with_jitter:
         time.sleep(random.uniform(0, settings.jitter_s))
-    try:
-        turn.look()
-    except OSError as error:
-        turn.problems.append(f"cannot write {error.filename}: {error.strerror}")
-    try:
-        bounded(turn.speak, SPEAK_WITHIN_S)
-    except NodeProblem as problem:
-        turn.problems.append(str(problem))
-    except OSError as error:
-        turn.problems.append(f"cannot write {error.filename}: {error.strerror}")
+    looking = f"looking at this node has not ended within {LOOK_WITHIN_S:g} s; look at its disks and its driver"
+    speaking = f"no supervisor has answered within {SPEAK_WITHIN_S:g} s; look at the network and at name lookup"
+    for work, within_s, otherwise in ((turn.look, LOOK_WITHIN_S, looking), (turn.speak, SPEAK_WITHIN_S, speaking)):
+        try:
+            bounded(work, within_s, otherwise)
+        except NodeProblem as problem:
+            turn.problems.append(str(problem))
+        except OSError as error:
+            turn.problems.append(f"cannot write {error.filename}: {error.strerror}")
     os.close(lock)
     return list(dict.fromkeys(turn.problems)), turn.said
 
 
-def bounded(work: Callable[[], None], within_s: float) -> None:
+def bounded(work: Callable[[], None], within_s: float, otherwise: str) -> None:
     """Do `work` in a thread, and leave it behind after that time: a name service that is gone holds a lookup for half a minute.
-    Raise what it raised, and `NodeProblem` after that time."""
+    Raise what it raised, and `NodeProblem` with the text `otherwise` after that time."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -92,7 +92,7 @@ def bounded(work: Callable[[], None], within_s: float) -> None:
     thread.start()
     thread.join(within_s)
     if thread.is_alive():
-        raise NodeProblem(f"no supervisor has answered within {within_s:g} s; look at the network and at name lookup")
+        raise NodeProblem(otherwise)
     if raised:
         raise raised[0]
 

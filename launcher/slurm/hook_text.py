@@ -28,16 +28,17 @@ log() { # one line; a log that grows too long is put aside once, and one that ca
 """
 
 _PROLOG = """
-answer= code=none errors=
+answer= code=none said= errors=
 while IFS= read -r -t 7 line; do
   case $line in
     'rsup:'*) answer=$line ;;
+    'rsup-refused') said=1 ;; # it stands, whatever becomes of the notes that are kept afterwards
     'rsup-exit '*) code=${line#rsup-exit }; break ;; # whoever still holds the pipe is not waited for
     *) errors=$line ;; # the last line of a traceback
   esac
 done < <(exec </dev/null 2>&1; timeout -k 1 5 "$PYTHON" -I -m rsup.launcher.slurm.prolog; echo "rsup-exit $?")
 
-case $code:$answer in
+case ${said:-$code}:$answer in
   1:rsup:*)
     log "refused: $answer"
     echo "$answer" # SLURM writes it into slurmd's log

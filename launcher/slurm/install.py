@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rsup.launcher.slurm.gate import read_key
+from rsup.launcher.slurm.gres_order import CONF_PLACES
 from rsup.launcher.slurm.hook_text import HOOKS, hook_text
 from rsup.launcher.slurm.node_link import NodeLink
 from rsup.launcher.slurm.node_settings import (
@@ -28,7 +29,6 @@ from rsup.supervisor.wire import RsupError, UsageError
 
 HOOK_FOLDER = Path("/usr/libexec/rsup")
 PYTHON_WITHIN_S = 60.0
-CONF_PLACES = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf")
 LINES = """\
 Prolog={hooks}/prolog
 Epilog={hooks}/epilog

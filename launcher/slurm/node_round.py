@@ -1,6 +1,7 @@
 """The two halves of a healthcheck's round: looking at this node (`look`), and speaking to the supervisor (`speak`)."""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -8,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rsup.launcher.slurm.gate import blindness, read_key
-from rsup.launcher.slurm.node_devices import DriverHangs, read_devices
+from rsup.launcher.slurm.gres_order import numbers, read_gres
+from rsup.launcher.slurm.node_devices import DriverHangs, Found, read_devices
 from rsup.launcher.slurm.node_events import jobs_by_device, reading_events, xid_events
-from rsup.launcher.slurm.node_inventory import merged, missing, read_content
+from rsup.launcher.slurm.node_inventory import Numbering, merged, missing, read_content
 from rsup.launcher.slurm.node_link import NodeLink, Reply
 from rsup.launcher.slurm.node_settings import (
     ROOT_VARIABLE,
@@ -63,7 +65,7 @@ class Round:
         jobs = jobs_by_device(self.places, self.boot)
         try:
             read = read_devices(self.places, self.node, NVML_WITHIN_S)
-            inventory = merged(None if isinstance(old, str) else old, self.boot, read.devices)
+            inventory = merged(None if isinstance(old, str) else old, self.boot, read.devices, self._numbering(read))
             write_atomically(self.places.inventory, json.dumps(inventory).encode())
             found += reading_events(read.readings, self.boot, jobs)
             gone = missing(inventory)
@@ -85,6 +87,13 @@ class Round:
             write_told(self.places, told.more(sequence, lasting))
         if new:
             self.said.append(f"{len(new)} new events")
+
+    def _numbering(self, read: Found) -> Numbering | None:
+        """How SLURM numbers these GPUs; None: as they are, by the operator's word, or because it numbers none."""
+        if read.is_listed or self.settings.whole_node:
+            return None
+        gres = read_gres(os.environ, self.node)
+        return lambda devices: numbers(devices, gres)
 
     def _event(self, key: str, kind: str, device: str | None, jobs: Mapping[str, str], detail: str) -> NodeEvent:
         return NodeEvent(key, now_us(), kind, device, None, detail, jobs.get(device or ""))

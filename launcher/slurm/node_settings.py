@@ -164,9 +164,9 @@ def settings_of(content: Mapping[str, object]) -> NodeSettings:
     made = NodeSettings(**given)  # type: ignore[arg-type]
     if made.mode not in MODES or made.on_unknown not in ON_UNKNOWN:
         raise NodeProblem(f"mode is one of {', '.join(MODES)}, on_unknown one of {', '.join(ON_UNKNOWN)}")
-    if made.max_age_s <= 0 or made.max_restarts < 0 or not 0 <= made.jitter_s <= 30 or not 0 < made.time_box_s <= 4:
+    if made.max_age_s <= 0 or made.max_restarts < 0 or not 0 <= made.jitter_s <= 15 or not 0 < made.time_box_s <= 4:
         raise NodeProblem(
-            "max_age_s is above 0, max_restarts at least 0, jitter_s within 0 and 30, time_box_s above 0 and at most 4"
+            "max_age_s is above 0, max_restarts at least 0, jitter_s within 0 and 15, time_box_s above 0 and at most 4"
         )
     return made
 

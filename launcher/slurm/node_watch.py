@@ -2,8 +2,9 @@
 without it.
 
 With `sbatch --no-kill` and `srun --no-kill` a job survives the loss of a node: SLURM takes the node out of the job's list.
-That, or the state DOWN, is its word that nothing of the job goes on there. Asked in a thread, since slurmctld may take its
-time."""
+That, or the state DOWN, is its word that nothing of the job goes on there. A launch may span several SLURM jobs (components of
+a heterogeneous one, or a shared `--job-id`): that a node of another job is not in the list of ours says nothing. Asked in a
+thread, since slurmctld may take its time."""
 
 import queue
 import threading
@@ -21,7 +22,7 @@ class NodeWatch:
     """`woken` is called from the thread when there are answers."""
 
     def __init__(self, place: SlurmPlace, woken: Callable[[], None]) -> None:
-        self._job = place.job
+        self._place = place
         self._woken = woken
         self._answers: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._said: set[str] = set()
@@ -55,25 +56,29 @@ class NodeWatch:
         return found
 
     def _ask(self, names: Sequence[str]) -> None:
-        try:
-            answers = [(name, why) for name in names if (why := given_up(self._job, name))]
-        except scontrol.SlurmUnavailable:
-            return  # asked again
-        for answer in answers:
-            self._answers.put(answer)
-        if answers:
-            self._woken()
+        for name in names:
+            try:
+                why = given_up(self._place, name)
+            except scontrol.SlurmSilent:
+                return  # asked again
+            except scontrol.SlurmUnavailable:
+                continue  # a node that it does not know, say
+            if why:
+                self._answers.put((name, why))
+                self._woken()
 
 
-def given_up(job: str, node: str) -> str:
+def given_up(place: SlurmPlace, node: str) -> str:
     """Why nothing of the job goes on there, in SLURM's word; empty while SLURM does not say so. Raise `SlurmUnavailable`."""
     state = scontrol.show("node", node).get("State", "")
     if state.startswith("DOWN"):
         return f"SLURM says that it is {state}"
-    held = scontrol.show_job(job).get("NodeList", "")
-    names = node_names(held)
+    if node not in place.job_nodes:
+        return ""  # it never was in this job, so it cannot have been taken out
+    held = scontrol.show_job(place.job).get("NodeList", "")
+    names = [] if held == "(null)" else node_names(held)
     if names and node not in names:
-        return f"SLURM has taken it out of job {job}, which holds {held}"
+        return f"SLURM has taken it out of job {place.job}, which holds {held}"
     return ""
 
 

@@ -1,12 +1,13 @@
 """`rsup slurm prolog`: the gate's question in SLURM's prolog. Exit codes and line as `rsup gate`.
 
 Beyond asking it keeps where the kernel's log stood when the job began (the epilog's starting point), and spools what the
-supervisor should hear: refusals, and questions that could not be answered. Nothing of that changes the answer, and nothing of
-it waits.
+supervisor should hear: refusals, and questions that could not be answered. The answer is said before that: a sick disk may
+lose these notes, it changes no answer.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,9 +34,13 @@ UNKNOWN_EVERY_S = 600
 USAGE = """usage: rsup slurm prolog
 
 For SLURM's Prolog, as root: may this job start on this node? Takes no arguments: the job is that of SLURM_JOB_ID, with the
-GPUs of SLURM_JOB_GPUS. Prints one line that begins with `rsup:`, and spools refusals for the supervisor. By hand: rsup gate.
+GPUs of SLURM_JOB_GPUS. Prints one line that begins with `rsup:`, after a refusal `rsup-refused` too, and spools refusals for
+the supervisor. By hand: rsup gate.
 
 Exit codes: 0 accept, 1 refuse, 75 could not decide, 2 wrong usage. In mode observe a refusal is said, and the code is 0."""
+REFUSED_MARK = "rsup-refused"
+LEAST_S = 0.1
+"""For the notes, however long the answer took."""
 KINDS = {REFUSED: "prolog-refused", UNDECIDED: "gate-unknown"}
 
 
@@ -49,12 +54,15 @@ def main(words: Sequence[str]) -> int:
         print(f"rsup slurm prolog: takes no arguments, not {words[0]!r}", file=sys.stderr)
         return 2
     asked = ask_in_time()
-    with suppress(OSError):
-        _keep_start(asked)
-    with suppress(OSError):
-        _spool(asked)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     code = _exit_code(asked)
-    say(asked.line)
+    # Where the rest cannot even be killed, the hook goes by the second line.
+    say(f"{asked.line}\n{REFUSED_MARK}" if code == EXIT_REFUSE else asked.line)
+    signal.signal(signal.SIGALRM, lambda number, frame: os._exit(code))
+    signal.setitimer(signal.ITIMER_REAL, max(left_s, LEAST_S))
+    for note in (_keep_start, _spool):
+        with suppress(Exception):  # the answer stands, and exit code 1 would be another one
+            note(asked)
     end_time_box()
     return code
 

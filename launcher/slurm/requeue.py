@@ -3,8 +3,9 @@ see to it that it does not run again (93).
 
 `scontrol requeue` and `requeuehold` kill the job that asks: SIGTERM to all of its processes, and SIGKILL when `KillWait` is
 over (30 s by default). Whoever calls `settle` is one of them, so it ignores SIGTERM for the fraction of a second that the
-rest takes. Nodes can only be excluded while the job is pending, hence `requeuehold`, `update`, `release`. Of an array the task
-alone is meant."""
+rest takes. Nodes can only be excluded while the job is pending, hence `requeuehold`, `update`, `release`; a job that is killed
+before its release would be held for ever, so all three together have a deadline within `KillWait`, and the last
+quarter of it is the release's. Of an array the task alone is meant."""
 
 import re
 import signal
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 
 from rsup.launcher.slurm import scontrol
 from rsup.launcher.slurm.environment import SlurmPlace
-from rsup.launcher.slurm.hostnames import node_names
-from rsup.launcher.slurm.scontrol import SlurmUnavailable
+from rsup.launcher.slurm.other_nodes import listed, obstacle
+from rsup.launcher.slurm.scontrol import WITHIN_S, SlurmSilent, SlurmUnavailable
 from rsup.supervisor.wire import EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_RERUN_ELSEWHERE
 
 SETTLED_CODES = (EXIT_RERUN_ELSEWHERE, EXIT_REQUEUE, EXIT_NO_REQUEUE)
-PENDING_WITHIN_S = 10.0
+MOST_WITHIN_S = 20.0
+USUAL_KILL_WAIT_S = 30
+MAX_RESTARTS_AT_RISK = 3
+"""So often a job may have been restarted, and is let run once more where its suspect's node could not be excluded."""
 AGAIN_AFTER_S = 0.1
 _SHIELDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -50,12 +54,14 @@ def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
             say(f"rsup: exit {outcome.exit_code}: job {job} is no batch job, so SLURM cannot run it again: start it anew")
             return True
         nodes = _known(outcome.nodes, say)
+        why_not = _why_not_without(nodes, shown) if nodes and outcome.exit_code != EXIT_NO_REQUEUE else ""
         if outcome.exit_code == EXIT_NO_REQUEUE:
             _call_off(job, shown, say)
-        elif nodes and shown.get("Requeue") == "1" and _leaves_enough(nodes, shown):
-            _requeue_without(nodes, job, shown, say)
+        elif nodes and not why_not:
+            _requeue_without(nodes, job, shown, outcome.exit_code, say)
         elif nodes and outcome.exit_code == EXIT_RERUN_ELSEWHERE:
-            say(f"rsup: exit 16: job {job} cannot be requeued away from {', '.join(nodes)}, so it ends; submit it anew")
+            away = f"cannot be requeued away from {', '.join(nodes)}"
+            say(f"rsup: exit 16: job {job} {away}, so it ends: {why_not}; submit it anew")
         elif outcome.exit_code == EXIT_REQUEUE and not outcome.leaves_others and _requeues_by_code(EXIT_REQUEUE):
             pass  # once the batch script ends with that code
         elif shown.get("Requeue") != "1":
@@ -92,16 +98,41 @@ def _known(names: Sequence[str], say: Say) -> tuple[str, ...]:
     return tuple(known)
 
 
-def _requeue_without(nodes: Sequence[str], job: str, shown: dict[str, str], say: Say) -> None:
-    excluded = [*dict.fromkeys([*_excluded(shown), *nodes])]
+def _why_not_without(nodes: Sequence[str], shown: Mapping[str, str]) -> str:
+    return obstacle(nodes, shown) if shown.get("Requeue") == "1" else "it was submitted with --no-requeue"
+
+
+def _requeue_without(nodes: Sequence[str], job: str, shown: Mapping[str, str], exit_code: int, say: Say) -> None:
+    excluded = [*dict.fromkeys([*listed(shown, "ExcNodeList"), *nodes])]
+    within_s = _within_s()
     say(f"rsup: job {job} is requeued and will not run on {', '.join(nodes)} again")
     _shield()
-    scontrol.ask("scontrol", "requeuehold", job)
-    problem = _until_pending("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(excluded)}")
-    if problem:  # better on the same node than held for ever
+    began_s = time.monotonic()
+    try:
+        scontrol.ask("scontrol", "requeuehold", job, within_s=min(WITHIN_S, within_s / 2))
+    except SlurmSilent as error:  # done perhaps: then it must not stay held
+        say(f"rsup: {error}")
+    problem = _until_pending(
+        began_s + within_s * 3 / 4, "scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(excluded)}"
+    )
+    if problem:
         say(f"rsup: {', '.join(nodes)} could not be excluded: {problem}")
-    if problem := _until_pending("scontrol", "release", job):
+        restarts = shown.get("Restarts", "")
+        if exit_code == EXIT_RERUN_ELSEWHERE and restarts.isdecimal() and int(restarts) >= MAX_RESTARTS_AT_RISK:
+            say(f"rsup: job {job} was restarted {restarts} times and stays held: scontrol release {job} runs it there again")
+            return
+    if problem := _until_pending(began_s + within_s, "scontrol", "release", job):  # better on the same node than held for ever
         say(f"rsup: job {job} is held: {problem}; scontrol release {job}")
+
+
+def _within_s() -> float:
+    """How long a job that has been requeued may go on telling SLURM things, seconds."""
+    try:
+        word = _setting("KillWait").split(" ", 1)[0]
+    except SlurmUnavailable:
+        word = ""
+    kill_wait_s = int(word) if word.isascii() and word.isdecimal() else USUAL_KILL_WAIT_S
+    return min(MOST_WITHIN_S, max(2.0, kill_wait_s - 1.0))
 
 
 def _requeue(job: str, say: Say) -> None:
@@ -110,24 +141,18 @@ def _requeue(job: str, say: Say) -> None:
     scontrol.ask("scontrol", "requeue", job)
 
 
-def _leaves_enough(nodes: Sequence[str], shown: dict[str, str]) -> bool:
-    """Whether the partition has enough nodes without these: SLURM would hold a job for ever that can run nowhere."""
-    try:
-        partition = scontrol.show("partition", shown.get("Partition", ""))
-    except SlurmUnavailable:
-        return True
-    left = set(node_names(partition.get("Nodes", ""))) - set(_excluded(shown)) - set(nodes)
-    needed = shown.get("NumNodes", "1").partition("-")[0]
-    return not partition.get("Nodes") or not needed.isdecimal() or len(left) >= int(needed)
-
-
 def _requeues_by_code(exit_code: int) -> bool:
     """Whether SLURM does it by itself (`RequeueExit`), for a job submitted with --no-requeue too."""
+    return _names_code(_setting("RequeueExit"), exit_code)
+
+
+def _setting(name: str) -> str:
+    """Of slurm.conf, empty where SLURM shows none. Raise `SlurmUnavailable`."""
     for line in scontrol.ask("scontrol", "show", "config").splitlines():
         key, _, value = line.partition("=")
-        if key.strip() == "RequeueExit":
-            return _names_code(value.strip(), exit_code)
-    return False
+        if key.strip() == name:
+            return value.strip()
+    return ""
 
 
 def _names_code(text: str, exit_code: int) -> bool:
@@ -160,24 +185,18 @@ def _follows(words: Sequence[str], job: str, shown: Mapping[str, str]) -> bool:
     return after or ("singleton" in dependency and name == shown.get("JobName"))
 
 
-def _excluded(shown: dict[str, str]) -> list[str]:
-    text = shown.get("ExcNodeList", "")
-    return [] if text == "(null)" else node_names(text)
-
-
 def _shield() -> None:
     for signum in _SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _until_pending(*command: str) -> str:
-    """Until SLURM takes it: the job is still ending at first. Returns why it did not, empty if it did."""
-    until_s = time.monotonic() + PENDING_WITHIN_S
+def _until_pending(until_s: float, *command: str) -> str:
+    """Until SLURM takes it: the job is still ending at first. `until_s`: monotonic. Returns why it did not, empty if it did."""
     while True:
         try:
-            scontrol.ask(*command)
+            scontrol.ask(*command, within_s=min(WITHIN_S, max(0.5, until_s - time.monotonic())))
             return ""
         except SlurmUnavailable as error:
-            if time.monotonic() > until_s:
+            if time.monotonic() + AGAIN_AFTER_S >= until_s:
                 return str(error)
         time.sleep(AGAIN_AFTER_S)

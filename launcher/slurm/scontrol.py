@@ -20,13 +20,17 @@ class SlurmUnavailable(RsupError):
     """SLURM could not be asked, or has refused: the text says what was asked and why it failed."""
 
 
+class SlurmSilent(SlurmUnavailable):
+    """No answer in time: the next question would wait as long, and what was asked for may be done all the same."""
+
+
 def is_here() -> bool:
     """Whether there is a `scontrol` to ask with."""
     return shutil.which("scontrol") is not None
 
 
 def ask(*command: str, within_s: float = WITHIN_S) -> str:
-    """What `command` (scontrol, squeue or scancel, with arguments) prints. Raise `SlurmUnavailable`."""
+    """What `command` (scontrol, sinfo, squeue or scancel, with arguments) prints. Raise `SlurmUnavailable`."""
     program = shutil.which(command[0])
     said = " ".join(command)
     if program is None:
@@ -41,7 +45,7 @@ def ask(*command: str, within_s: float = WITHIN_S) -> str:
             timeout=within_s,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"{said}: no answer within {within_s:g} s") from None
+        raise SlurmSilent(f"{said}: no answer within {within_s:g} s") from None
     except OSError as error:
         raise SlurmUnavailable(f"{said}: {error.strerror}") from None
     if done.returncode:
@@ -51,7 +55,7 @@ def ask(*command: str, within_s: float = WITHIN_S) -> str:
 
 
 def show(kind: str, name: str, within_s: float = WITHIN_S) -> dict[str, str]:
-    """`scontrol show node|partition NAME` by key. Raise `SlurmUnavailable`."""
+    """`scontrol show node|reservation NAME` by key. Raise `SlurmUnavailable`."""
     return fields(ask("scontrol", "-o", "show", kind, name, within_s=within_s))
 
 

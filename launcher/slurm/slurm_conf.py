@@ -34,6 +34,16 @@ Conf = Mapping[str, tuple[str, ...]]
 def parse_conf(text: str, include: Callable[[str], str] | None = None) -> dict[str, tuple[str, ...]]:
     """slurm.conf: comments, continued lines, `include FILE` (by `include`, which gives that file's text)."""
     found: dict[str, tuple[str, ...]] = {}
+    for line in conf_lines(text, include):
+        match = _KEY.match(line)
+        if match is not None:
+            key, value = match[1].lower(), match[2].strip().strip('"')
+            found[key] = (*found.get(key, ()), value)
+    return found
+
+
+def conf_lines(text: str, include: Callable[[str], str] | None = None) -> Iterator[str]:
+    """The lines of one of SLURM's files without comments, continued ones joined, included ones in their place."""
     num_includes = 0
     pending = [line for line in re.sub(r"\\\n", " ", text).splitlines()]
     while pending:
@@ -43,15 +53,12 @@ def parse_conf(text: str, include: Callable[[str], str] | None = None) -> dict[s
             num_includes += 1
             pending[:0] = re.sub(r"\\\n", " ", include(words[1].strip())).splitlines()
             continue
-        match = _KEY.match(line)
-        if match is not None:
-            key, value = match[1].lower(), match[2].strip().strip('"')
-            found[key] = (*found.get(key, ()), value)
-    return found
+        if line:
+            yield line
 
 
-def read_conf(path: Path) -> dict[str, tuple[str, ...]]:
-    """The file and what it includes (relative names are beside it; missing ones count as empty). Raise OSError."""
+def include_beside(path: Path) -> Callable[[str], str]:
+    """What gives the text of a file that `path` includes: relative names are beside it, missing ones count as empty."""
 
     def include(name: str) -> str:
         try:
@@ -59,7 +66,12 @@ def read_conf(path: Path) -> dict[str, tuple[str, ...]]:
         except OSError:
             return ""
 
-    return parse_conf(path.read_text(errors="replace"), include)
+    return include
+
+
+def read_conf(path: Path) -> dict[str, tuple[str, ...]]:
+    """The file and what it includes. Raise OSError."""
+    return parse_conf(path.read_text(errors="replace"), include_beside(path))
 
 
 def check_conf(
@@ -141,7 +153,7 @@ def _refusals(conf: Conf) -> Iterator[Finding]:
             "SchedulerParameters",
             "lacks nohold_on_prolog_fail: a job that a prolog refuses is held until somebody releases it; add the word",
         )
-    if not flags & {"alloc", "contain", "x11", "nohold", "forcerequeueonfail"}:
+    if not flags & {"alloc", "contain", "x11", "nohold", "forcerequeueonfail", "runinjob"}:
         text = "lacks Alloc: prologs of further nodes run only at the first srun, when the batch script has begun"
         yield Finding(UNSAFE, "PrologFlags", f"{text}; write PrologFlags=Alloc,DeferBatch")
     elif "deferbatch" not in flags:

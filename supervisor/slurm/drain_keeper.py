@@ -287,8 +287,10 @@ class DrainKeeper:
             self._wake.set()  # and look what has come of it
             for note in notes:
                 self._logs[note.node] = noted(self._logs.get(note.node, NOTHING), note)
-            if notes and step.kind != "renew":
-                _log.warning("%s in SLURM: %s (%s)", notes[0].what, fold(note.node for note in notes), step.reason or step.why)
+                _tell_other_hand(note)
+            done = [note for note in notes if note.what != "yielded"]
+            if done and step.kind != "renew":
+                _log.warning("%s in SLURM: %s (%s)", done[0].what, fold(note.node for note in done), step.reason or step.why)
             try:
                 self._kept(notes)
             except NotKept:  # what was done is done: it is noted when the store can be written
@@ -313,14 +315,7 @@ class DrainKeeper:
 
     def _tell(self, plan: Plan) -> None:
         for note in plan.notes:
-            if note.what == "resumed":
-                _log.warning(
-                    "node %s: somebody else let it run (%s): it is left alone until new evidence", note.node, note.reason
-                )
-            elif note.what == "yielded":
-                _log.warning(
-                    "node %s: %s has drained it for another reason: the drain is theirs", note.node, note.principal or "?"
-                )
+            _tell_other_hand(note)
         held = plan.admission.held
         if held:
             name, why = next(iter(sorted(held.items())))
@@ -334,6 +329,13 @@ class DrainKeeper:
             self._said.say(
                 f"{step.kind} {step.nodes}", f"would {step.kind} {fold(step.nodes)}: {step.reason or step.why}", logging.INFO
             )
+
+
+def _tell_other_hand(note: DrainNoted) -> None:
+    if note.what == "resumed":
+        _log.warning("node %s: somebody else let it run (%s): it is left alone until new evidence", note.node, note.reason)
+    elif note.what == "yielded":
+        _log.warning("node %s: %s has drained it for another reason: the drain is theirs", note.node, note.principal or "?")
 
 
 def _line(error: BaseException) -> str:

@@ -100,7 +100,7 @@ def _observe(at: Decision, node: str, against: Sequence[Ground]) -> None:
     if (at.log(node).drained or at.log(node).taken_over) and not _observe_reboot(at, node, seen):
         _observe_drain(at, node, seen)
     log = at.log(node)
-    if not log.drained and seen.is_drained and seen.is_ours and (against or log.wanted):
+    if not (log.drained or log.taken_over) and seen.is_drained and seen.is_ours and (against or log.wanted):
         at.note(node, "drained", reason=seen.reason)  # by the gate, or by a supervisor that died before it could note it
     if at.view.reservations is not None and log.reserved and _reservation(node) not in at.view.reservations:
         at.note(node, "unreserved" if at.view.has_forgotten else "resumed", reason="its reservation is gone")

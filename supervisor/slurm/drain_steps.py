@@ -10,7 +10,7 @@ from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_terms import ADDED_WEIGHT, Step
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog
 from rsup.supervisor.slurm.scheduler import Scontrol
-from rsup.supervisor.slurm.scheduler_text import RESERVATION
+from rsup.supervisor.slurm.scheduler_text import RESERVATION, NodeSeen, is_same_reason
 
 
 def take(step: Step, scontrol: Scontrol, logs: Mapping[str, NodeLog], now_us: int) -> list[DrainNoted]:
@@ -23,16 +23,8 @@ def take(step: Step, scontrol: Scontrol, logs: Mapping[str, NodeLog], now_us: in
         if names:
             scontrol.drain(names, step.reason)
         return [DrainNoted(name, now_us, "drained", 0, step.reason) for name in names]
-    if step.kind == "renew":
-        names = [n for n in step.nodes if n in fresh and fresh[n].is_drained and fresh[n].is_ours]
-        if names:
-            scontrol.explain(names, step.reason)
-        return [DrainNoted(name, now_us, "renewed", 0, step.reason) for name in names]
-    if step.kind == "undrain":
-        names = [n for n in step.nodes if n in fresh and fresh[n].is_drained and fresh[n].is_ours]
-        if names:
-            scontrol.undrain(names)
-        return [DrainNoted(name, now_us, "undrained", 0, fresh[name].reason) for name in names]
+    if step.kind in ("renew", "undrain"):
+        return _of_ours(step, scontrol, fresh, logs, now_us)
     (name,) = step.nodes
     weight, own = (fresh[name].weight if name in fresh else None), logs.get(name, NOTHING).weight
     if step.kind == "weigh":
@@ -44,6 +36,29 @@ def take(step: Step, scontrol: Scontrol, logs: Mapping[str, NodeLog], now_us: in
         return []
     scontrol.weigh(name, own)
     return [DrainNoted(name, now_us, "unweighted", 0, step.why)]
+
+
+def _of_ours(
+    step: Step, scontrol: Scontrol, fresh: Mapping[str, NodeSeen], logs: Mapping[str, NodeLog], now_us: int
+) -> list[DrainNoted]:
+    """What is done to drains of ours. One whose reason somebody has written on is theirs now."""
+    drained = [name for name in step.nodes if name in fresh and fresh[name].is_drained and fresh[name].is_ours]
+    done = {name for name in drained if step.kind == "renew" and fresh[name].reason == step.reason}  # and could not be noted
+    names = [n for n in drained if n not in done and is_same_reason(fresh[n].reason, logs.get(n, NOTHING).drained)]
+    if names and step.kind == "renew":
+        scontrol.explain(names, step.reason)
+    elif names:
+        scontrol.undrain(names)
+    notes = []
+    for name in drained:
+        seen = fresh[name]
+        if name not in done and name not in names:
+            notes.append(DrainNoted(name, now_us, "yielded", 0, seen.reason, seen.reason_by))
+        elif step.kind == "renew":
+            notes.append(DrainNoted(name, now_us, "renewed", 0, step.reason))
+        else:
+            notes.append(DrainNoted(name, now_us, "undrained", 0, seen.reason))
+    return notes
 
 
 def _reservation(step: Step, scontrol: Scontrol, now_us: int) -> list[DrainNoted]:

@@ -15,7 +15,7 @@ from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_terms import View
 from rsup.supervisor.slurm.guard import admit, fleet_of
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog
-from rsup.supervisor.slurm.scheduler_text import NodeSeen
+from rsup.supervisor.slurm.scheduler_text import NodeSeen, is_same_reason
 
 MAX_NAMED = 8
 
@@ -99,8 +99,9 @@ def _undrain(word: Word, nodes: Mapping[str, NodeSeen], logs: Mapping[str, NodeL
         seen, log = nodes[name], logs.get(name, NOTHING)
         if seen.is_drained and not seen.is_ours:
             return Answer(f"{_theirs(seen)}: it is not ours to end; use scontrol; nothing was done")
-        if seen.is_drained and not log.drained:
-            notes.append(DrainNoted(name, now_us, "drained", 0, seen.reason))  # of a store that is not this one
+        if seen.is_drained and not is_same_reason(seen.reason, log.drained):
+            # Of a store that is not this one, or somebody has added to the reason: the word is about what is shown now.
+            notes.append(DrainNoted(name, now_us, "drained", 0, seen.reason))
         elif not (log.drained or log.wanted or log.reserved or log.number):
             return Answer(f"node {name} is not drained by rsup; nothing was done")
         notes.append(DrainNoted(name, now_us + 1, "unwanted", 0, one_line(word.reason), word.principal))
@@ -113,7 +114,7 @@ def outcome(word: Word, told: Answer, logs: Mapping[str, NodeLog], trouble: str)
     if told.refused or word.dry_run:
         return told
     standing = {name: logs.get(name, NOTHING) for name in word.nodes}
-    late = [name for name, log in standing.items() if (not (log.drained or log.reserved)) == (word.verb == "drain")]
+    late = [name for name, log in standing.items() if _stands(log) != (word.verb == "drain")]
     if not late:
         return told
     done = [name for name in word.nodes if name not in late]
@@ -121,6 +122,11 @@ def outcome(word: Word, told: Answer, logs: Mapping[str, NodeLog], trouble: str)
     asked = "not drained" if word.verb == "drain" else "drained still"
     again = "it is tried again, until `rsup nodes undrain`" if word.verb == "drain" else "it is tried again"
     return Answer("", f"{first}{_named(late)}: {asked}: {trouble or 'SLURM has not done it yet'}; {again}", undone=late)
+
+
+def _stands(log: NodeLog) -> bool:
+    """Whether jobs are kept off in SLURM."""
+    return bool(log.drained) or log.reserved or log.taken_over
 
 
 def _theirs(seen: NodeSeen) -> str:

@@ -31,6 +31,8 @@ class Fleet(Struct, frozen=True):
     """That are refused too, but out of service anyway."""
     num_counted: int = 0
     """Of which the percent are taken: nodes with GPUs, where SLURM knows of any."""
+    num_shown: int = 0
+    """The same of all nodes, whether they could be refused now or not."""
 
 
 class Admission(Struct, frozen=True):
@@ -46,6 +48,8 @@ class Admission(Struct, frozen=True):
     in_last_hour: int = 0
     away: frozenset[str] = frozenset()
     """Refused, and out of service anyway."""
+    num_shown: int = 0
+    """Nodes of the cluster, in service or not."""
 
     @property
     def is_open(self) -> bool:
@@ -63,11 +67,12 @@ def fleet_of(nodes: Mapping[str, NodeSeen] | None, admitted: Collection[str], kn
     SLURM after a refusal (`Prolog error`), has drained meanwhile counts on."""
     if nodes is None:
         every = frozenset(known) | frozenset(admitted)
-        return Fleet(every, frozenset(admitted), frozenset(), len(every))
+        return Fleet(every, frozenset(admitted), frozenset(), len(every), len(every))
     refused = frozenset(name for name in admitted if name in nodes and _counts(nodes[name]))
     eligible = frozenset(name for name, seen in nodes.items() if seen.is_eligible) | refused
     with_gpus = sum(1 for name in eligible if nodes[name].has_gpus)
-    return Fleet(eligible, refused, frozenset(admitted) - refused, with_gpus or len(eligible))
+    all_with_gpus = sum(1 for seen in nodes.values() if seen.has_gpus)
+    return Fleet(eligible, refused, frozenset(admitted) - refused, with_gpus or len(eligible), all_with_gpus or len(nodes))
 
 
 def _counts(seen: NodeSeen) -> bool:
@@ -98,7 +103,8 @@ def admit(wanted: Sequence[str], fleet: Fleet, admitted_us: Sequence[int], guard
         num_refused, in_last_hour = num_refused + 1, in_last_hour + 1
         if rack:
             in_rack[rack] += 1
-    return Admission(passed, held, num_refused, num_counted, guard.limit(num_counted), in_last_hour, fleet.away)
+    limit = guard.limit(num_counted)
+    return Admission(passed, held, num_refused, num_counted, limit, in_last_hour, fleet.away, fleet.num_shown)
 
 
 def racks_of(names: Collection[str], pattern: str) -> Mapping[str, str]:

@@ -24,6 +24,8 @@ KNOWN_FLAGS = AWAY | {
     "EXTERNAL", "PERFCTRS", "UNDRAIN", "RESUME", "POWER_DRAIN",
 }  # fmt: skip
 
+_REBOOTS = re.compile(r"(?: : reboot [a-z ]+)+$")
+"""What SLURM itself writes behind a reason (`reboot issued`, `reboot complete`)."""
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z_:]+)=(\S*)")
 _REASON = re.compile(r"\sReason=(.*?)(?:\s\[([^\[\]@\s]+)@([^\[\]\s]+)\])?(?:\s+Comment=.*|\s+Extra=.*)?\s*$")
 
@@ -114,6 +116,11 @@ def read_setting(text: str, name: str) -> str:
     """One line of `scontrol show config`, empty where it shows none."""
     found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE)
     return found.group(1) if found else ""
+
+
+def is_same_reason(shown: str, written: str) -> bool:
+    """Whether SLURM shows what was written, and nobody has added to it."""
+    return _REBOOTS.sub("", shown).split() == _REBOOTS.sub("", written).split()
 
 
 def reason_text(number: int, what: str, node: str = "") -> str:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from rsup.supervisor.hardware.states import one_line
 from rsup.supervisor.slurm.drain_plan import Plan
 from rsup.supervisor.slurm.drain_terms import Ground
+from rsup.supervisor.slurm.guard import Admission
 from rsup.supervisor.slurm.signing import SigningKey
 from rsup.supervisor.view_times import iso
 
@@ -64,7 +65,7 @@ def content_of(cluster: str, grounds: Iterable[Ground], plan: Plan) -> Json:
     return {
         "schema": SCHEMA,
         "cluster": cluster,
-        "num_nodes": admission.num_eligible + len(away),
+        "num_nodes": _num_nodes(admission, len(away)),
         "max_refused": admission.max_refused + len(away),
         "guard_open": admission.is_open,
         "nodes": nodes,
@@ -76,9 +77,15 @@ def _told_refused(plan: Plan) -> tuple[Mapping[str, int], Collection[str]]:
     """Nodes that gates are to refuse, with their numbers, and those of them that are out of service anyway. No gate believes
     that half of a cluster is bad: where there would be so many, the latter are left out."""
     away = plan.admission.away & plan.refused.keys()
-    if len(plan.refused) <= max(LEAST_BELIEVED, (plan.admission.num_eligible + len(away)) // 2):
+    if len(plan.refused) <= max(LEAST_BELIEVED, _num_nodes(plan.admission, len(away)) // 2):
         return plan.refused, away
     return {node: number for node, number in plan.refused.items() if node not in away}, frozenset()
+
+
+def _num_nodes(admission: Admission, num_away: int) -> int:
+    """What gates take the half of: the whole cluster, not what of it is in service. Where most nodes sleep to save power, or
+    are under maintenance, a few refusals would else be half of it, and gates would believe none."""
+    return max(admission.num_shown, admission.num_eligible + num_away)
 
 
 def _entry(refuses: bool, state: str, name: str, reason: str, until_us: int | None) -> Json:

@@ -20,8 +20,10 @@ def test_rsup_is_right(row: Row) -> None:
 
 @pytest.mark.parametrize("row", _parameters([row for row in ROWS if row.torchrun_fails and "table only" not in row.tags]))
 def test_torchrun_is_not(row: Row) -> None:
-    """If this fails, torchrun has been mended: say so in the row."""
+    """If this fails, torchrun has been mended: say so in the row. Where it is right by chance, it is asked again."""
     seen = playing.play(row, TORCHRUN)
+    for _ in range(3 if "by chance" in row.tags else 0):
+        seen = playing.play(row, TORCHRUN) if seen.right else seen
     assert not seen.right, f"{row.number}, {row.title}: {seen.text}"
 
 

@@ -1,12 +1,16 @@
 """Who may speak for which agent: every case of `admit`, without a link."""
 
 import grp
+import os
 import pwd
+import socket
 
 import pytest
 
-from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, admit
+from rsup.supervisor import munge
+from rsup.supervisor.agent_admission import Admission, Admitted, Known, Peer, Unsure, admit
 from rsup.supervisor.identities import Identities, Vouched
+from rsup.supervisor.munge import MungeAway, MungeError
 from rsup.supervisor.peer_identity import Peers, check_operators, uid_of_zmq_peer, user_name
 from rsup.supervisor.principals import Principal, Role, TokenBook, owner_name
 from rsup.supervisor.wire import AgentInfo, Hello, JobSpec, Refusal, UsageError
@@ -73,8 +77,71 @@ def test_an_embedded_supervisor_serves_its_owner_only() -> None:
     assert shared.who(Peer(keyed=True, has_secret=True), hello()) == NAMELESS
     assert isinstance(shared.who(Peer(keyed=True), hello()), Refusal)
     assert shared.who(Peer(), hello()) == NAMELESS, "no key and no MUNGE: as with torchrun"
-    for credential in ("bearer unknown-token-0123", "munge x"):
-        assert isinstance(shared.who(Peer(keyed=True), hello(credential=credential)), Refusal)
+    assert isinstance(shared.who(Peer(keyed=True), hello(credential="bearer unknown-token-0123")), Refusal)
+
+
+def test_a_munged_that_is_away_for_a_moment_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [5.0]
+    identities = Identities(TokenBook(()), Peers(shared=True), "/nonexistent")
+    shared = Admission(identities, shared=True, clock=lambda: now_s[0])
+    problems: list[MungeError] = [MungeAway("away")] * 4 + [MungeError("used before")]
+    monkeypatch.setattr(munge, "decode", lambda credential, socket: (_ for _ in ()).throw(problems.pop(0)))
+    said = []
+    for _ in range(5):
+        said.append(type(shared.who(Peer(keyed=True), hello(credential="munge x"))))
+        now_s[0] += 7.0
+    assert said == [Unsure, Unsure, Unsure, Refusal, Refusal]
+    problems += [MungeAway("away")]
+    now_s[0] += 100.0
+    assert shared.who(Peer(keyed=True), hello(credential="munge x")) == Unsure("away")
+
+
+def test_an_agent_whose_users_directory_is_away_asks_again() -> None:
+    """`who` then finds a number in place of its name."""
+    nameless = Admitted(Vouched(Principal("uid-1000", Role.USER)))
+    assert isinstance(admit(hello(), nameless, Known("ann", "ann"), None), Unsure)
+    assert isinstance(admit(hello(), ANN, Known("uid-1000", "uid-1000"), None), Unsure)
+    assert isinstance(admit(hello(), nameless, Known("uid-1000", "uid-1000"), None), Hello)
+
+
+def test_who_a_uid_is_is_asked_on_another_thread_and_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, asked = [5.0], []
+
+    def look_up(uid: int) -> pwd.struct_passwd:
+        asked.append(uid)
+        if uid == 4_000_001:
+            raise KeyError(uid)
+        return pwd.struct_passwd(("ann", "x", uid, uid, "", "/", "/bin/sh"))
+
+    monkeypatch.setattr(pwd, "getpwuid", look_up)
+    shared = Admission(Identities(TokenBook(()), Peers(shared=True)), shared=True, clock=lambda: now_s[0])
+    ann, nobody = Peer(uid=4_000_000), Peer(uid=4_000_001)
+    assert shared.must_wait(ann, hello()) and not shared.must_wait(Peer(uid=os.getuid()), hello())
+    for _ in range(3):
+        assert shared.who(ann, hello()) == Admitted(Vouched(Principal("ann", Role.USER)))
+        assert not shared.must_wait(ann, hello())
+    assert len(asked) == 1
+    now_s[0] += 61.0
+    assert shared.must_wait(ann, hello())
+    assert isinstance(shared.who(nobody, hello()), Admitted) and shared.must_wait(nobody, hello()), "it may have a name soon"
+    embedded = Admission(Identities(TokenBook(()), Peers(shared=False)), shared=False)
+    assert not embedded.must_wait(ann, hello())
+
+
+def test_one_failure_of_the_resolver_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, answers = "ours.example.org", [OSError("away"), [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("0.0.0.0", 0))]]
+
+    def resolve(host: str, port: int, **kwargs: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(munge, "_own_hosts", set())
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert not munge.is_own_audience(f"{name}:7", [7])
+    assert munge.is_own_audience(f"{name}:7", [7])
+    assert munge.is_own_audience(f"{name}:7", [7]), "asked no third time"
 
 
 def test_operators_are_named_users_and_groups() -> None:

@@ -1,16 +1,18 @@
 """Boards whose agents were killed together with their keepers, as SLURM does it: the user's next launch removes them."""
 
+import mmap
 import os
 import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from rsup.launcher import agent_places
-from rsup.supervisor.heartbeat_board import Board, pid_namespace, remove_leftovers
+from rsup.supervisor.heartbeat_board import MAGIC, Board, pid_namespace, remove_leftovers
 
 _AGENT = """
 import sys, time
@@ -53,4 +55,13 @@ def test_boards_of_the_dead_are_removed_and_no_others(tmp_path: Path) -> None:
     for namespace, removed in ((pid_namespace() + 1, []), (0, [board])):  # of a container; of an older release
         board.write_bytes(content[:40] + struct.pack("<Q", namespace) + content[48:])
         assert remove_leftovers([tmp_path]) == removed
+    board.write_bytes(content[:24] + bytes(8) + content[32:])
+    assert remove_leftovers([tmp_path]) == [], "nobody has signed it yet"
     assert own.path.exists()
+
+
+def test_a_board_is_one_only_when_its_owner_stands_in_it() -> None:
+    """An agent that sweeps at that moment would take it for a leftover."""
+    words: dict[int, int] = {}
+    Board(Path(), cast(memoryview, words), cast(mmap.mmap, None), 3)._write_header()
+    assert list(words)[-1] == 0 and words[0] == MAGIC and words[3] == os.getpid()

@@ -1,5 +1,6 @@
 """The pure parts of drains: what the guard lets pass, what is done to which node, what SLURM's text means."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -7,10 +8,12 @@ from msgspec.structs import replace
 from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_plan import Plan, decide
-from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, View
+from rsup.supervisor.slurm.drain_steps import take
+from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, Step, View
 from rsup.supervisor.slurm.drain_words import Answer, Word, answer, outcome
 from rsup.supervisor.slurm.guard import HOUR_US, Fleet, admit, fleet_of, racks_of
 from rsup.supervisor.slurm.node_log import NodeLog, logs_of
+from rsup.supervisor.slurm.scheduler import Scontrol
 from rsup.supervisor.slurm.scheduler_text import MAX_REASON_CHARS, NodeSeen, read_nodes, read_reservations, reason_text
 
 NOW = 10 * HOUR_US
@@ -193,6 +196,57 @@ def test_a_drain_that_nobody_could_note_is_taken_up_again_only_with_a_ground() -
     story.round([ground("n1")], ours)
     assert ("n1", "drained") in story.told() and kinds(story.round([], ours)) == [("undrain", ("n1",))]
     assert kinds(Story().round([], ours)) == [], "a new and empty store releases nothing"
+
+
+class FakeScheduler(Scontrol):
+    """Shows these nodes, and remembers what it was told."""
+
+    def __init__(self, nodes: dict[str, NodeSeen]) -> None:
+        super().__init__("scontrol")
+        self.shown, self.told = nodes, list[tuple[str, ...]]()
+
+    def nodes(self, names: Sequence[str] = ()) -> dict[str, NodeSeen]:
+        return {name: self.shown[name] for name in names}
+
+    def explain(self, names: Sequence[str], reason: str) -> None:
+        self.told.append(("explain", *names, reason))
+
+    def undrain(self, names: Sequence[str]) -> None:
+        self.told.append(("undrain", *names))
+
+
+def test_who_adds_to_our_reason_owns_the_drain() -> None:
+    ours, edited = "rsup:Q-1 wrong results", "rsup:Q-1 wrong results; bob: do not touch, RMA"
+    logs = {name: NodeLog(number=1, drained=ours) for name in ("n1", "n2", "n3", "n4")}
+    shown = seen("n1", flags="DRAIN", reason=ours) | seen("n2", flags="DRAIN", reason=edited)
+    shown |= seen("n3", flags="DRAIN", reason=f"{ours} : reboot issued : reboot complete")
+    shown |= seen("n4", flags="DRAIN", reason="rsup:Q-1 new")
+    scheduler = FakeScheduler(shown)
+    notes = take(Step("renew", ("n1", "n2", "n3", "n4"), "rsup:Q-1 new"), scheduler, logs, NOW)
+    assert scheduler.told == [("explain", "n1", "n3", "rsup:Q-1 new")], "n4 shows it already: that could not be noted"
+    assert [(note.node, note.what, note.reason) for note in notes] == [
+        ("n1", "renewed", "rsup:Q-1 new"),
+        ("n2", "yielded", edited),
+        ("n3", "renewed", "rsup:Q-1 new"),
+        ("n4", "renewed", "rsup:Q-1 new"),
+    ]
+    scheduler.told.clear()
+    notes = take(Step("undrain", ("n1", "n2", "n3")), scheduler, logs, NOW)
+    assert scheduler.told == [("undrain", "n1", "n3")]
+    assert [(note.node, note.what, note.principal) for note in notes][1] == ("n2", "yielded", "root")
+    assert not take(Step("undrain", ("n2",)), FakeScheduler(seen("n2")), logs, NOW), "not drained any more"
+
+    story, theirs = Story(), seen("n2", flags="DRAIN", reason=edited)
+    story.round([ground("n2")], seen("n0", "n2"))
+    story.done("n2", "drained")
+    story.keep(DrainNoted("n2", story.now_us + 1, "yielded", 0, edited, "root"))
+    for grounds in ([ground("n2")], [ground("n2"), ground("n2", subject="GPU-b")], []):
+        plan = story.round(grounds, seen("n0") | theirs)
+        assert not kinds(plan) and story.told().count(("n2", "drained")) == 1, "not taken back"
+    word = Word(verb="undrain", nodes=("n2",), reason="fixed", principal="ann")
+    told = answer(word, View(theirs), story.logs, [], 1, GUARD, "act", "", story.now_us + 2)
+    assert [note.what for note in told.notes] == ["drained", "unwanted"], "an operator means what is shown now"
+    assert outcome(word, told, story.logs, "").undone == ["n2"], "a drain of somebody else's still stands"
 
 
 def test_a_node_that_is_gone_from_slurm_is_named_and_not_forgotten() -> None:

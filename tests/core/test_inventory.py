@@ -115,7 +115,7 @@ class ShiftedNvml(FakeNvml):
 
 
 def test_boards_are_numbered_by_their_device_files() -> None:
-    """What SLURM counts by; NVML's order is the second best."""
+    """What gres.conf names; NVML's order is the second best."""
     found = [(number, device.uuid) for number, device in numbered_boards(ShiftedNvml())]
     assert found == [(7, "GPU-aa1"), (5, "GPU-b"), (3, "GPU-c")]
     assert [number for number, _ in numbered_boards(FakeNvml())] == [0, 1, 2, 3]

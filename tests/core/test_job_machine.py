@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from rsup.supervisor import wire
-from rsup.supervisor.actions import AnswerOperator, SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.actions import AnswerOperator, FoundEvidence, SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.events import (
     AgentHeard,
     AgentJoined,
@@ -533,9 +533,11 @@ def test_all_agents_of_a_restored_job_are_adopted_before_its_end_is_believed() -
     driver.exit("a", 0, 0)
     driver.exit("a", 1, 0)
     driver.gone("a")
-    driver.wait(3600)
+    driver.wait(driver.spec.join_timeout_s - 1)
     assert driver.state.phase is Phase.RUNNING, "the other node may run its ranks"
     rejoin(driver, "b")
+    driver.wait(3600)
+    assert driver.state.phase is Phase.RUNNING and driver.state.deadline_s is None, "it does"
     agent = driver.state.agents["b"]
     assert (agent.group_rank, agent.first_rank, agent.live_attempt) == (1, 2, 3)
     rejoin(driver, "b")  # the same again, late
@@ -590,6 +592,30 @@ def test_ranks_that_a_store_never_heard_of_are_waited_for_as_long_as_nodes_may_t
     driver.gone("a")
     driver.wait(61)
     assert driver.state.result is not None and driver.state.result.exit_code == 88, "they may be alive: no other attempt"
+    assert "nothing has been heard of 2 ranks of attempt 3, for 60 s" in driver.state.reason
+
+
+def test_a_node_that_only_the_backup_knows_is_not_waited_for_for_ever() -> None:
+    """The nodes are a and b; before b, the backup's b, there was another, which was replaced after the backup was made."""
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3, join_timeout_s=60.0)).run_nodes("a", "x")
+    rejoin(driver, "a")
+    rejoin(driver, "b")
+    for name, rank in (("a", 0), ("a", 1), ("b", 2), ("b", 3)):
+        driver.exit(name, rank, 0)
+    driver.gone("a")
+    driver.gone("b")
+    driver.wait(59)
+    assert driver.state.phase is Phase.RUNNING, "it may have ranks"
+    driver.wait(2)
+    assert driver.state.result is not None and driver.state.result.exit_code == 88
+    assert "node-x has not said whether ranks of attempt 3 are there, for 60 s now (--join-timeout)" in driver.state.reason
+    assert not [action for action in driver.actions if isinstance(action, FoundEvidence)], "nothing speaks against it"
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=COUNT_3, join_timeout_s=60.0)).run_nodes("a", "x")
+    rejoin(driver, "a")
+    driver.exit("a", 0, 0)
+    driver.exit("a", 1, 0)
+    driver.gone("a")
+    driver.wait(61)
     assert "nothing has been heard of 2 ranks of attempt 3, for 60 s" in driver.state.reason
 
 

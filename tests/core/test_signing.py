@@ -7,11 +7,13 @@ import pytest
 
 from rsup.launcher.slurm.node_settings import NodeProblem
 from rsup.launcher.slurm.snapshot_file import public_key_of, read_snapshot
+from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.places import PlaceError
 from rsup.supervisor.slurm.drain_plan import Plan
 from rsup.supervisor.slurm.drain_terms import Ground
-from rsup.supervisor.slurm.guard import Admission
+from rsup.supervisor.slurm.guard import Admission, admit, fleet_of
 from rsup.supervisor.slurm.node_log import NodeLog
+from rsup.supervisor.slurm.scheduler_text import NodeSeen
 from rsup.supervisor.slurm.signing import BadSnapshot, load_key, verified
 from rsup.supervisor.slurm.snapshot import REFRESH_US, Publisher, content_of, is_due, verdict_of
 
@@ -70,6 +72,23 @@ def test_nodes_that_are_out_of_service_anyway_make_no_gate_doubt_the_snapshot() 
 
     assert told(40, {"n3", "n4"}) == (["n1", "n2", "n3", "n4"], 42, 4)
     assert told(4, {"n3", "n4"}) == (["n1", "n2"], 4, 2), "half of a cluster is never believed"
+
+
+def test_a_cluster_that_mostly_sleeps_is_no_small_one() -> None:
+    nodes = {
+        f"n{i}": NodeSeen(f"n{i}", "IDLE", frozenset({"POWERED_DOWN"} if i >= 8 else ()), has_gpus=True) for i in range(40)
+    }
+    nodes["login"] = NodeSeen("login", "IDLE")
+    admitted = [f"n{i}" for i in range(5)]
+    admission = admit([], fleet_of(nodes, admitted), [], Guard(), NOW)
+    assert (admission.num_eligible, admission.num_shown, admission.max_refused) == (8, 40, 5), "the guard keeps its own count"
+    grounds = [Ground("node", name, name, "quarantined", "x") for name in admitted]
+    plan = Plan(admission=admission, refused={name: number for number, name in enumerate(admitted, 1)})
+    content = content_of("c", grounds, plan)
+    refused = [name for name, entry in content["nodes"].items() if entry["verdict"] == "refuse"]
+    assert refused == admitted and (content["num_nodes"], content["max_refused"]) == (40, 5)
+    assert len(refused) <= min(content["max_refused"], content["num_nodes"] // 2), "or every gate would void all of them"
+    assert fleet_of({"a": NodeSeen("a", "IDLE"), "b": NodeSeen("b", "DOWN")}, []).num_shown == 2
 
 
 def test_a_snapshot_says_what_the_plan_says(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_the_shown_lines_are_sound() -> None:
         ("SchedulerParameters=bf_interval=30", "SchedulerParameters", "unsafe: lacks nohold_on_prolog_fail"),
         ("PrologFlags=", "PrologFlags", "unsafe: lacks Alloc"),
         ("PrologFlags=Contain", "PrologFlags", "advice: lacks DeferBatch"),
+        ("PrologFlags=RunInJob", "PrologFlags", "advice: lacks DeferBatch"),  # 24.11; it implies Alloc
         ("ReturnToService=2", "ReturnToService", "advice: is 2"),
         (
             "Prolog=/etc/slurm/prolog.d/*",

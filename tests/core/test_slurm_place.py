@@ -1,6 +1,7 @@
 """What a launch reads from SLURM's variables, and the words that it makes of SLURM's answers."""
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rsup.launcher.slurm.finish import NoResult, read_outcome
 from rsup.launcher.slurm.hostnames import node_names
 from rsup.launcher.slurm.launch import _fitting
 from rsup.launcher.slurm.meeting import meeting_ports
-from rsup.launcher.slurm.node_watch import given_up
+from rsup.launcher.slurm.node_watch import NodeWatch, given_up
 from rsup.launcher.slurm.requeue import _follows, _known, _names_code, target
 from rsup.launcher.slurm.scontrol import row_of_job
 from rsup.supervisor.records import JobKey
@@ -164,10 +165,12 @@ def test_a_task_of_an_array_is_its_own_job(monkeypatch: pytest.MonkeyPatch) -> N
     assert row_of_job("JobId=7 JobName=my job UserId=ann(1) Requeue=1", "7")["JobName"] == "my job"
     assert target({"JobId": "7", "HetJobId": "7"}, "7") == "7"
     monkeypatch.setattr(scontrol, "ask", lambda *command, within_s=0: "State=IDLE" if "node" in command else ARRAY)
-    assert [given_up("93", node) for node in ("n0", "n1")] == ["", ""]
-    assert "SLURM has taken it out of job 93, which holds n[0-1]" in given_up("93", "n2")
+    place = SlurmPlace("93", nodes=("n0", "n1"), job_nodes=("n0", "n1", "n2"))
+    assert [given_up(place, node) for node in ("n0", "n1")] == ["", ""]
+    assert "SLURM has taken it out of job 93, which holds n[0-1]" in given_up(place, "n2")
+    assert given_up(place, "n3") == "", "a node of another job of the same launch: it was never in this one"
     with pytest.raises(scontrol.SlurmUnavailable, match="does not show it"):
-        given_up("99", "n0")
+        given_up(replace(place, job="99"), "n0")
     ours = row_of_job(ARRAY, "93")
     for waiting, follows in (
         ("96|96|afterany:93_2(unfulfilled)|u", True),
@@ -221,6 +224,36 @@ def test_nodes_that_slurm_does_not_know_are_left_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(scontrol, "ask", ask)
     assert _known(["n1", "n9", "a b", "n2"], said.append) == ("n1", "n2")
     assert said == [f"rsup: SLURM knows no node '{name}', so that one is not excluded" for name in ("n9", "a b")]
+
+
+def test_one_node_that_slurm_does_not_know_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = read_place(STEP)
+    assert read is not None and (read.nodes, read.job_nodes) == (("n0", "n1", "n2"), ("n0", "n1", "n2", "n3"))
+    place: SlurmPlace = read
+    job_list = "n[0-1]"
+
+    def ask(*command: str, within_s: float = 0) -> str:
+        if "job" in command:
+            return f"JobId=17 NodeList={job_list}"
+        if command[-1] == "other":
+            raise scontrol.SlurmUnavailable("Node other not found")
+        if command[-1] == "slow":
+            raise scontrol.SlurmSilent("no answer within 5 s")
+        return f"NodeName={command[-1]} State={'DOWN+DRAIN' if command[-1] == 'n1' else 'IDLE'}"
+
+    def found(*silent: str) -> list[str]:
+        answered = threading.Event()
+        watch = NodeWatch(place, answered.set)
+        watch._ask(silent)
+        names = [name for name, _ in watch.take()]
+        assert answered.is_set() is bool(names)
+        return names
+
+    monkeypatch.setattr(scontrol, "ask", ask)
+    assert found("other", "n0", "n1", "n2", "n9") == ["n1", "n2"]
+    assert found("n1", "slow", "n2") == ["n1"], "what was found before SLURM fell silent counts, the rest is asked again"
+    job_list = "(null)"
+    assert found("n0", "n2") == [], "no list, so nothing was taken out of it"
 
 
 def test_results_that_cannot_be_used(tmp_path: Path) -> None:

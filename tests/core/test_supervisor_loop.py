@@ -1,6 +1,7 @@
 """The loop: one transaction before anything is sent, stores that fail, supervisors that start anew, jobs found and refused."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +11,7 @@ from rsup.supervisor.loop import AgentKnownDead, AgentMessage, Loop, OperatorRep
 from rsup.supervisor.memory_store import MemoryStore
 from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, Record
 from rsup.supervisor.states import JobState, Phase, Role, decode
-from rsup.supervisor.store import StoreError, StoreFull
+from rsup.supervisor.store import StoreError, StoreFull, StoreRefuses
 from tests.core.job_driver import START_US, hello, info, spec
 
 
@@ -312,6 +313,69 @@ def test_a_turn_without_anything_to_write_is_no_cure(caplog: pytest.LogCaptureFi
     assert bench.loop.store_error == ""
 
 
+def test_a_known_agent_that_says_hello_again_is_answered_while_the_store_fails() -> None:
+    """After some seconds without a word, as in a commit that hangs, agents say nothing but hello."""
+    bench = Bench()
+    bench.start()
+    bench.join("s", spec(job_id="t2", min_nodes=2, max_nodes=2))
+    bench.join("g", spec(job_id="t3"))
+    bench.hear("g", wire.Bye("g"))
+    bench.store.fail_with = StoreError("cannot reach the database")
+    heard_s = bench.loop.silent_s("a")
+    for _ in range(3):
+        bench.now_s += 5.0
+        (welcome,) = bench.join("a", epoch=1, attempt=1, job_id="t1", run=1)
+        assert isinstance(welcome, wire.Welcome) and (welcome.job_id, welcome.epoch, welcome.acked_fact) == ("t1", 1, 2)
+        assert bench.loop.silent_s("a") <= heard_s
+        assert bench.report("a", note("kept"), first=3, acked=2).acked_fact == 2
+    assert [type(m) for m in bench.join("s", spec(job_id="t2"), job_id="t2", run=1)] == [wire.Welcome], "one that waits, too"
+    kept = len(bench.loop._backlog)
+    assert not [one for one in bench.loop._backlog if isinstance(one, AgentMessage) and isinstance(one.message, wire.Hello)]
+    for odd in (
+        hello("a", spec(), epoch=2, attempt=1),
+        hello("a", spec(), epoch=1, attempt=2),
+        hello("a", spec(), epoch=1, agent=info("a", gone=True)),
+        hello("g", spec(job_id="t3"), job_id="t3", run=1),
+    ):
+        assert bench.hear(odd.agent.agent_id, odd) == [], "what has to be decided on waits"
+    assert len(bench.loop._backlog) == kept + 4
+    bench.loop.lease_doubt = lambda: "another may have taken over"
+    (said,) = bench.join("a", epoch=1, attempt=1)
+    assert isinstance(said, wire.StandsBy), "another may be the one that decides"
+
+
+def test_an_adopted_job_hears_what_an_agent_says_to_run_though_the_store_failed_meanwhile() -> None:
+    bench = Bench()
+    two = spec(min_nodes=2, max_nodes=2)
+    bench.join("a", two)
+    bench.join("b", two)
+    bench.join("a", two, epoch=5, attempt=3)
+    bench.store.fail_with = StoreError("cannot reach the database")
+    bench.now_s += 1.0
+    assert bench.join("b", two, epoch=5) == [] and bench.join("b", two, epoch=5, attempt=3) == []
+    bench.store.fail_with = None
+    bench.wait(2.0)
+    assert [name for name, _ in bench.state.active] == ["a", "b"]
+
+
+@pytest.mark.parametrize("store_fails", [False, True])
+def test_a_command_that_was_lost_is_sent_again_while_the_clock_stands_still(store_fails: bool) -> None:
+    bench = Bench()
+    bench.start()
+    bench.loop.listened(has_read_all=True)
+    order = bench.report("a", wire.RankExited(0, 1, 0, 9), first=3, acked=2)
+    assert [type(command) for command in order.commands] == [wire.StopAttempt]
+    bench.store.fail_with = StoreFull("no space") if store_fails else None
+    for _ in range(5):
+        bench.now_s += 1.0
+        bench.loop.listened(has_read_all=False)
+    assert [type(command) for command in bench.report("a", acked=2).commands] == [wire.StopAttempt]
+    assert bench.report("a", acked=2).commands == [], "not with each report"
+    bench.now_s += 1.0
+    bench.loop.listened(has_read_all=False)
+    assert [type(command) for command in bench.report("a", acked=2).commands] == [wire.StopAttempt]
+
+
 def test_a_backlog_that_is_full_tells_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "MAX_BACKLOG", 3)
     bench = Bench()
@@ -325,6 +389,39 @@ def test_a_backlog_that_is_full_tells_operators(monkeypatch: pytest.MonkeyPatch)
     bench.store.fail_with = None
     bench.wait(1.5)
     assert [(reply.done, reply.request_id) for reply in replies[2:]] == [(True, "q2"), (True, "q3"), (True, "q4")]
+
+
+def test_what_the_store_refuses_costs_the_input_that_brought_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.join("b", spec(job_id="t2"))
+    write = bench.store.commit
+
+    def commit(records: Sequence[Record]) -> None:
+        if any(isinstance(record, EventLogged) and "poison" in record.text for record in records):
+            raise StoreRefuses("the database does not take that: integer out of range")
+        write(records)
+
+    monkeypatch.setattr(bench.store, "commit", commit)
+    replies: list[OperatorReply] = []
+    poison = AgentMessage("a", wire.Report("a", 1, 2, 3, [note("poison")]))
+    well = AgentMessage("b", wire.Report("b", 1, 0, 1, [note("well")]))
+    asked = OperatorRequest("t2", "stop", "alice", "poison", replies.append)
+    for _ in range(3):
+        bench.loop.handle([poison, well, asked, poison])
+        assert bench.loop.store_error == ""
+    assert [event.text for event in bench.store.events if event.kind == "Note"] == ["well"]
+    assert [reply.done for reply in replies] == [False] * 3 and "out of range" in replies[0].message
+    assert len([record for record in caplog.records if "left out" in record.message]) == 1
+    bench.store.fail_with = StoreFull("no space")
+    bench.loop.handle([poison, AgentMessage("b", wire.Report("b", 1, 0, 2, [note("later")]))])
+    assert bench.loop.store_error == "no space"
+    bench.store.fail_with = None
+    bench.wait(2.5)
+    assert bench.loop.store_error == "", "nor does it hold up what waited for the store"
+    assert [event.text for event in bench.store.events if event.kind == "Note"] == ["well", "later"]
 
 
 def test_a_disk_that_is_full_when_the_supervisor_starts() -> None:

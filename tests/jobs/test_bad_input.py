@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -161,9 +162,15 @@ def test_a_foreign_runtime_directory(place: Place) -> None:
     foreign = place.folder / "foreign"
     (foreign / "rsup").mkdir(parents=True, mode=0o700)
     os.chown(foreign / "rsup", 65534, 65534)
-    launched = place.launch(*TRUE, XDG_RUNTIME_DIR=str(foreign))
-    assert launched.wait(30) == 2
-    assert str(foreign / "rsup") in launched.stderr and "XDG_RUNTIME_DIR" in launched.stderr
+    usual = "rsup-" + str(os.getuid())
+    there = set(Path("/tmp").glob(f"{usual}-*"))
+    place.launch(*TRUE, XDG_RUNTIME_DIR=str(foreign)).ends(0, within_s=30)
+    assert not list((foreign / "rsup").iterdir()), "what is another's is left alone: one of our own is made in /tmp"
+    for made in set(Path("/tmp").glob(f"{usual}-*")) - there:
+        shutil.rmtree(made)
+    os.chown(foreign / "rsup", os.getuid(), -1)
+    (foreign / "rsup").chmod(0o755)
+    refused(place.launch(*TRUE, XDG_RUNTIME_DIR=str(foreign)), 2, str(foreign / "rsup"), "XDG_RUNTIME_DIR")
 
 
 def test_scripts_with_strange_output(place: Place) -> None:

@@ -98,13 +98,14 @@ def test_sudo_grants_what_the_supervisor_asks_for_and_nothing_else(tmp_path: Pat
     scontrol.nodes(names)
     scontrol.cluster_name()
     scontrol.drain(names, "rsup:Q-17 GPU 3 serial 165.. SDC vote 3/3 jobs; until repaired; rsup nodes why n1")
+    scontrol.explain(names, "rsup:Q-17 GPU 3 serial 165.. Xid 79 (+1); rsup nodes why n1")
     scontrol.undrain(names)
     scontrol.weigh("n1", 1000)
     scontrol.reserve("n1")
     scontrol.reservations()
     scontrol.unreserve("n1")
     lines = asked.read_text().splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         assert granted(line), line
     for line in (
@@ -112,12 +113,16 @@ def test_sudo_grants_what_the_supervisor_asks_for_and_nothing_else(tmp_path: Pat
         "update nodename=n1 state=drain reason=an admin's",
         "update nodename=n1 state=drain reason=rsup:x partition=main",
         "update nodename=n1 state=resume",
+        "update nodename=n1 reason=an admin's",
+        "update nodename=n1 reason=rsup:x state=down",
         "update jobid=7 requeue=0",
         "delete reservationname=maintenance",
         "shutdown",
         "reconfigure",
     ):
         assert not granted(line), line
+    kept = re.findall(r'^Defaults.* env_keep \+= "(.*?)"', SUDOERS.read_text(), re.MULTILINE)
+    assert kept == ["SLURM_TIME_FORMAT LC_ALL"], "SLURM_CONF names plugins that root would load"
 
 
 # ----------------------------------------------------------------------------------------------------------- container

@@ -1,14 +1,22 @@
 """What waits for a supervisor that was busy: read at once, shortened to what is new, nothing of it lost, and bounded."""
 
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import zmq
 from msgspec.structs import replace
 
 from rsup.supervisor import rpc_links, rpc_server, wire
-from rsup.supervisor.rpc_server import Received, RpcServer
-from rsup.supervisor.wire import AgentInfo, Hello, JobSpec, Note, RankBeat, Report, ToSupervisor
+from rsup.supervisor.agent_admission import Admission, Admitted, Known, Unsure
+from rsup.supervisor.identities import Identities
+from rsup.supervisor.peer_identity import Peers
+from rsup.supervisor.principals import TokenBook
+from rsup.supervisor.records import JobKey
+from rsup.supervisor.rpc_server import Connection, Received, RpcServer
+from rsup.supervisor.wire import AgentInfo, Hello, JobSpec, Note, RankBeat, Refusal, Report, ToSupervisor
 
 
 def dealer(context: "zmq.Context[zmq.Socket[bytes]]", address: str, agent_id: str) -> "zmq.Socket[bytes]":
@@ -93,3 +101,120 @@ def test_a_busy_supervisor_knows_that_it_has_not_read_all_and_its_queues_are_bou
         assert len(read(server, sent + 1)) == sent - 4
         link.close()
         server.close()
+
+
+def test_one_who_says_too_much_does_not_stop_the_clock_of_others(tmp_path: Path) -> None:
+    """Whatever reaches the socket: no `Hello` was let in there."""
+    over = threading.Event()
+
+    def flood(address: str) -> None:
+        with zmq.Context() as context:
+            link: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            link.setsockopt(zmq.LINGER, 0)
+            link.connect(address)
+            while not over.is_set():
+                if link.poll(100, zmq.POLLOUT):
+                    link.send(b"garbage", zmq.DONTWAIT)
+            link.close()
+
+    server = RpcServer()
+    limit, rpc_server.MAX_MESSAGES_A_LINK = rpc_server.MAX_MESSAGES_A_LINK, 100
+    thread = threading.Thread(target=flood, args=(server.bind(f"ipc://{tmp_path}/rpc"),))
+    thread.start()
+    try:
+        until_s = time.monotonic() + 20
+        while server.counters.bad < 3000:
+            assert time.monotonic() < until_s
+            server.receive(1.0)
+            assert server.has_read_all
+    finally:
+        rpc_server.MAX_MESSAGES_A_LINK = limit
+        over.set()
+        thread.join()
+        server.close()
+
+
+def test_what_is_left_unread_of_many_agents_stops_the_clock(tmp_path: Path) -> None:
+    server = RpcServer()
+    server.bind(f"ipc://{tmp_path}/rpc")
+    (link,) = server._links.values()
+    agents = [f"a{i}".encode() for i in range(500)]
+    server._route = {name.decode(): Connection(link, name) for name in agents}
+    assert not server._is_flooded(link, Counter({name: 16 for name in agents}))
+    assert server._is_flooded(link, Counter({name: 16 for name in agents} | {b"a7": 100})), "the others' queues were read"
+    assert server._is_flooded(link, Counter({name: 1 for name in agents} | {b"x%d" % i: 1 for i in range(7692)}))
+    assert not server._is_flooded(link, Counter({name: 15 for name in agents} | {b"x%d" % i: 1 for i in range(692)}))
+    server.close()
+
+
+def test_a_clock_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    server = RpcServer()
+    now_s = [100.0]
+    monkeypatch.setattr(rpc_server.time, "monotonic", lambda: now_s[0])
+    server.has_read_all = False
+    for _ in range(90):
+        server._note_unread()
+        now_s[0] += 1.0
+    assert caplog.records[0].message.startswith("for 10 s more has come from agents than could be read")
+    assert len(caplog.records) == 2, "one line a minute"
+    server.close()
+
+
+def test_what_is_read_in_one_call_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "MAX_BYTES_A_LINK", 500_000)
+    monkeypatch.setattr(rpc_server, "MAX_HELLO_BYTES", 50_000)
+    hello = Hello((wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION), wire.RELEASE, AgentInfo("a", "n", "h", 1), JobSpec())
+    big = Report("a", 1, 0, 1, [Note(0, "info", "x" * 100_000)])
+    with zmq.Context() as context:
+        server = RpcServer()
+        link = dealer(context, server.bind(f"ipc://{tmp_path}/rpc"), "a")
+        say(link, big, replace(hello, spec=JobSpec(command=["x" * 60_000])))  # of a stranger
+        until_s = time.monotonic() + 10
+        while server.counters.bad < 2:
+            assert time.monotonic() < until_s
+            assert server.receive(0.1) == []
+        say(link, hello, *[big] * 20)
+        found, sizes = 0, []
+        while found < 21:
+            assert time.monotonic() < until_s
+            sizes.append(len(server.receive(0.1)))
+            found += sizes[-1]
+        assert max(sizes) <= 6
+        say(link, wire.Bye("a"))
+        while server._route:
+            assert time.monotonic() < until_s
+            server.receive(0.1)
+        link.close()
+        server.close()
+
+
+def test_who_waits_for_a_job_is_not_ended_by_what_may_pass(tmp_path: Path) -> None:
+    """`munged` or the directory of users is away: whoever was welcomed once asks again, though no ranks run."""
+    admission = Admission(Identities(TokenBook(()), Peers(shared=True), str(tmp_path / "no-munged")), shared=True)
+    server = RpcServer(None, admission)
+    server.bind(f"ipc://{tmp_path}/rpc")
+    (link,) = server._links.values()
+    hello = Hello((wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION), wire.RELEASE, AgentInfo("a", "n", "h", 1), JobSpec())
+    answers: list[Refusal | Unsure] = [Refusal(1, "not accepted"), Unsure("munged is away")]
+    for answer in answers:
+        assert server._decide(Connection(link, b"a"), replace(hello, job_id="j1"), answer) is None
+    assert server._decide(Connection(link, b"a"), hello, answers[1]) is None
+    assert (server.counters.refused, server.counters.bad) == (0, 3)
+    server._decide(Connection(link, b"a"), hello, answers[0])
+    assert server.counters.refused + server.counters.dropped == 2, "a new one is told, if it is still there"
+    server.close()
+
+
+def test_an_open_link_takes_no_word_for_an_agent_of_another_job() -> None:
+    admission = Admission(Identities(TokenBook(()), Peers(shared=True), "/nonexistent"), shared=False)
+    server = RpcServer(None, admission)
+    server.listen("127.0.0.1:0")
+    here, there = JobKey("local", "ann", "here", 1), JobKey("local", "ann", "there", 1)
+    server.set_jobs("127.0.0.1:0", [here])
+    (link,) = server._links.values()
+    hello = Hello((wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION), wire.RELEASE, AgentInfo("a", "n", "h", 1), JobSpec())
+    for job, is_let in ((there, False), (here, True), (None, True)):
+        server.known_agent = lambda agent_id, job=job: Known("ann", "", job)  # type: ignore[misc]
+        received = server._decide(Connection(link, b"a"), hello, Admitted(None))
+        assert (received is not None) is is_let
+    server.close()

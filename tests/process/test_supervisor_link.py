@@ -364,6 +364,22 @@ def test_a_fact_that_only_a_newer_agent_knows_does_not_hold_up_the_others() -> N
     assert "QuantumFlip" in message.facts[0].text and message.facts[2] == Note(1, "info", "known")  # type: ignore[union-attr]
 
 
+def test_numbers_that_no_column_holds_get_no_further_than_the_link() -> None:
+    for most in (2**62, 2**63 - 1, 2**64 - 1):
+        facts: list[wire.AnyFact] = [Note(most, "info", "x"), Note(1, "info", "\u03c1"), wire.SignalReceived(2, -(most // 4))]
+        facts.append(wire.HealthSeen(3, [wire.HealthReading("GPU-a", "ecc", "0", most)]))
+        beats = [wire.RankBeat(0, 1, most, 0.1, 0.1), wire.RankBeat(1, 1, 5, 0.1, 0.1)]
+        message = rpc_decoding.decode(wire.encode(Report("a", 1, 0, 7, facts, beats)))
+        assert isinstance(message, Report) and message.first_sequence == 7 and message.beats == beats[1:]
+        told = [fact.text if isinstance(fact, Note) else "" for fact in message.facts]
+        assert "a Note with a number" in told[0] and told[1:3] == ["\u03c1", ""] and "a HealthSeen with" in told[3]
+        assert message.facts[0].at_us < most and message.facts[3].at_us == 3
+        hello = Hello(SPEAKS, wire.RELEASE, AgentInfo("a", "n", "h", 1), JobSpec(), attempt=most)
+        for bad in (hello, Report("a", most, 0)):
+            with pytest.raises(wire.MessageError, match="with a number beyond"):
+                rpc_decoding.decode(wire.encode(bad))
+
+
 def test_a_supervisor_of_a_far_release_is_named_by_the_client(tmp_path: Path) -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)

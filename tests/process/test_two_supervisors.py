@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +13,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from rsup.supervisor import tables
+from rsup.supervisor import store_opening, tables
+from rsup.supervisor.config import Settings
+from rsup.supervisor.daemon_turns import Turns
 from rsup.supervisor.database import reader_engine
+from rsup.supervisor.lease import LeaseHolder
+from rsup.supervisor.loop import AgentMessage
+from rsup.supervisor.places import split_endpoint
+from rsup.supervisor.rpc_server import RpcServer
+from tests.core.job_driver import hello, spec
 from tests.process.two_supervisors import Serving, Wire, wait_for
 from tests.store.postgres_server import PostgresServer, postgres_server
 
@@ -262,3 +270,31 @@ def test_supervisors_with_different_keys_say_so(pair: Pair) -> None:
         )["holder"]["pid"]
         == a.process.pid
     )
+
+
+def test_who_has_lost_the_lease_gives_the_endpoints_of_jobs_back(own_directories: Path) -> None:
+    settings = Settings(state_dir=str(own_directories / "state"), embedded=True)
+    settings.state_path.mkdir(mode=0o700, exist_ok=True)
+    server = RpcServer()
+    holder = LeaseHolder.this_process("one")
+    opened = store_opening.open_usual(settings.state_path / "rsup.db", holder, embedded=True)
+    try:
+        turns = Turns(settings, server, opened, "one")
+        turns.loop.handle([AgentMessage("a", hello("a", spec(listen="127.0.0.1:0")))])
+        (address,) = server.addresses()
+        host, port = split_endpoint(address.removeprefix("tcp://"))
+        assert not _refuses(host, port)
+        turns.close()
+        assert server.addresses() == []
+        wait_for(lambda: _refuses(host, port), "the port is free")
+    finally:
+        server.close()
+        opened.store.close()
+
+
+def _refuses(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    return False

@@ -141,15 +141,15 @@ class Doer:
         return {"left": len(client.spool)}
 
     def orders(self, name: str) -> Json:
-        """Report as that agent until the supervisor answers: the kinds of its commands."""
+        """Report as that agent until the supervisor answers with commands, which it repeats now and then: their kinds."""
         client = self._agents[name]
-        client.send_report(1, 0)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
+            client.send_report(1, 0)
             for message in client.poll():
-                if isinstance(message, wire.Order):
+                if isinstance(message, wire.Order) and message.commands:
                     return {"commands": [type(command).__name__ for command in message.commands]}
-            time.sleep(0.01)
+            time.sleep(0.1)
         return {}
 
     def impersonate(self, address: str, identity: str, agent_id: str, own_id: str) -> Json:

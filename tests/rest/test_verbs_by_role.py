@@ -230,8 +230,10 @@ def test_changes_are_stored_with_who_made_them(cast: Cast) -> None:
 
 def test_an_agents_id_is_worth_nothing_to_others(cast: Cast) -> None:
     """Neither by the client, nor by a bare socket whose ZeroMQ identity is that id; nor the id of a job."""
-    joined = cast.other.do("agent", name="t", address=cast.host.rpc, agent_id="agent-a", spec={"job_id": "j1", "owner": OWNER})
-    assert joined["kind"] == "Refusal" and "may not speak for it" in joined["message"]
+    j1 = {"job_id": "j1", "owner": OWNER}
+    for thief, name in ((cast.other, "t"), (cast.operator, "u")):  # from now on their uids are known, and answered at once
+        joined = thief.do("agent", name=name, address=cast.host.rpc, agent_id="agent-a", spec=j1)
+        assert joined["kind"] == "Refusal" and "may not speak for it" in joined["message"]
     for thief, name in ((cast.other, "x"), (cast.operator, "y")):
         heard = thief.do("impersonate", address=cast.host.rpc, identity="agent-a", agent_id="agent-a", own_id=name)["heard"]
         assert [one["kind"] for one in heard] == ["Refusal", "Welcome"], heard

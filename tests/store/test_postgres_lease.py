@@ -11,6 +11,7 @@ from sqlalchemy import Connection, create_engine, select, text
 from store_story import event, holder, job_key, story
 
 from rsup.supervisor import database, lease_watch, postgres_lease, tables
+from rsup.supervisor.daemon_turns import WatchedStore
 from rsup.supervisor.lease_watch import LeaseWatch
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError, StoreHeld
@@ -77,13 +78,56 @@ def _is_held(store: SqlStore) -> bool:
 def test_a_session_that_the_server_ends_is_noticed_at_once(postgres: str, open_store) -> None:
     store = open_store(postgres)
     store.commit(story(job_key()))
-    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(text("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'"))
-    engine.dispose()
+    end_session_of_the_holder(postgres)
     wait_for(lambda: "broke" in store.lease_doubt(), "it notices")
     store.probe()
     assert store.lease_doubt() == "", "nobody else had taken it"
+
+
+def end_session_of_the_holder(url: str) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'"))
+    engine.dispose()
+
+
+def test_who_led_before_another_does_not_go_on_although_the_lease_is_free(postgres: str, open_store) -> None:
+    """What it knows of the jobs is older than what the other wrote."""
+    first = open_store(postgres, holder=holder(host="far"))
+    first.commit(story(job_key()))
+    end_session_of_the_holder(postgres)
+    other = open_store(postgres, holder=holder(host="near"))
+    other.commit([event(job_key(), 4, text="of the other")])
+    other.close()
+
+    watched = WatchedStore(first)
+    for _ in range(2):
+        with pytest.raises(StoreHeld, match=r"was held by the supervisor with pid \d+ on near while"):
+            watched.commit([event(job_key(), 5, text="of the first again")])
+    assert watched.lost is not None
+    third = open_store(postgres, holder=holder(host="far"))  # the same may lead again, once it has read anew
+    third.commit([event(job_key(), 5, text="of the third")])
+    assert texts(postgres) == ["event 1", "event 2", "event 3", "of the other", "of the third"]
+
+
+def test_who_takes_anothers_session_for_its_own_earlier_one_does_not_go_on(
+    postgres: str, open_store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its question who holds the lease and the end of that session another has begun."""
+    first = open_store(postgres, holder=holder(host="far"))
+    first.commit(story(job_key()))
+    rows = [first.change(postgres_lease.read_holder)]
+    end_session_of_the_holder(postgres)
+    other = open_store(postgres, holder=holder(host="near"))
+    read_holder = postgres_lease.read_holder
+    monkeypatch.setattr(postgres_lease, "read_holder", lambda connection: rows.pop() if rows else read_holder(connection))
+
+    for number in (4, 5):
+        with pytest.raises(StoreHeld, match="on near"):
+            first.commit([event(job_key(), number, text="of the first again")])
+    assert not rows
+    other.commit([event(job_key(), 4, text="of the other")])
+    assert texts(postgres) == ["event 1", "event 2", "event 3", "of the other"]
 
 
 def test_only_a_holder_that_says_it_beats_is_judged_by_its_silence(postgres: str, open_store) -> None:

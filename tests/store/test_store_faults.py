@@ -18,7 +18,7 @@ from store_story import event, holder, job_key, saved, story
 
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.sql_store import SqlStore
-from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreTooNew
+from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreRefuses, StoreTooNew
 
 DATA = {"tail": "x" * 50_000}
 
@@ -65,6 +65,17 @@ def test_a_full_disk_keeps_what_was_committed_and_heals(open_store, small_disk: 
     (small_disk / "filler").unlink()
     store.commit([event(job_key(), number + 1, data=DATA)])
     assert num_events(small_disk / "rsup.db") == number + 1
+
+
+@pytest.mark.parametrize("at_us", [2**63, None])
+def test_what_no_column_takes_is_told_from_a_store_that_fails(open_store, sql_target: Path | str, at_us: int | None) -> None:
+    store = open_store(sql_target)
+    store.commit(story(job_key(), 1))
+    with pytest.raises(StoreRefuses, match="does not take that") as caught:
+        store.commit([event(job_key(), 2), event(job_key(), 3, at_us=at_us)])
+    assert "\n" not in str(caught.value)
+    assert num_events(sql_target) == 1
+    store.commit([event(job_key(), 2)])
 
 
 def test_a_full_disk_from_the_start(open_store, small_disk: Path) -> None:
