@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from store_story import event, holder, job_key, saved, story
 
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.sql_store import SqlStore
-from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreRefuses, StoreTooNew
+from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreHeld, StoreRefuses, StoreTooNew
 
 DATA = {"tail": "x" * 50_000}
 
@@ -251,11 +252,23 @@ def test_sigkill_loses_no_committed_transaction(open_store, sql_target: Path | s
                 break
         rest = process.stdout.read().split()
     committed = int(rest[-1]) if rest else num_commits
-    store: SqlStore = open_store(sql_target)
+    store = _opened_once_free(open_store, sql_target)
     found = num_events(sql_target)
     assert found in (2 * committed, 2 * committed + 2) and found % 2 == 0
     store.commit([saved(job_key()), *(event(job_key(), number) for number in range(1, found + 2))])
     assert num_events(sql_target) == found + 1
+
+
+def _opened_once_free(open_store, target: Path | str) -> SqlStore:
+    """A PostgreSQL server takes a moment to find the killed process's session ended."""
+    until_s = time.monotonic() + 10
+    while True:
+        try:
+            return open_store(target)
+        except StoreHeld:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
 
 
 def test_another_program_that_locks_the_file(open_store, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
