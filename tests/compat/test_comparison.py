@@ -18,7 +18,11 @@ def test_rsup_is_right(row: Row) -> None:
     assert seen.right, f"{row.number}, {row.title}: {seen.text}; right: {row.right}"
 
 
-@pytest.mark.parametrize("row", _parameters([row for row in ROWS if row.torchrun_fails and "table only" not in row.tags]))
+TORCHRUN_ROWS = [row for row in ROWS if row.torchrun_fails and not row.tags & {"table only", "slow"}]
+"""`make comparison` runs torchrun in the others too."""
+
+
+@pytest.mark.parametrize("row", _parameters(TORCHRUN_ROWS))
 def test_torchrun_is_not(row: Row) -> None:
     """If this fails, torchrun has been mended: say so in the row. Where it is right by chance, it is asked again."""
     seen = playing.play(row, TORCHRUN)

@@ -18,7 +18,7 @@ from rsup.supervisor.sql_store import SqlStore
 from tests.simulation.sim_scenario import Scenario
 
 ONE_SEED = os.environ.get("RSUP_SEED", "")  # read before the fixtures clean the environment
-NUM_SEEDS = int(os.environ.get("RSUP_SEEDS", "2000"))
+NUM_SEEDS = int(os.environ.get("RSUP_SEEDS", "1000"))
 SEEDS_A_TEST = 50
 EVERY_NTH_IN_SQLITE = 25
 
