@@ -89,11 +89,6 @@ def _filled_in(device: Device, records: Mapping[str, Device]) -> Device:
     return msgspec.structs.replace(known, **{name: value for name, value in msgspec.structs.asdict(device).items() if value})
 
 
-def local_devices(num_ranks: int, environ: Mapping[str, str] | None = None) -> list[Device]:
-    """`read_inventory(environ).devices(num_ranks)`."""
-    return read_inventory(environ).devices(num_ranks)
-
-
 def cpu_device(local_rank: int) -> Device:
     """The stand-in of a rank without a GPU: the same for the same local rank until the next boot."""
     return Device(uuid=f"CPU-{boot_id() or 'unknown'}-{local_rank}", model="CPU")

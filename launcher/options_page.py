@@ -46,9 +46,6 @@ _ENDING = """\
 """
 
 
-_TABLE_HEAD = "| option | environment | default | meaning |\n|---|---|---|---|"
-
-
 def page() -> str:
     """The reference page as Markdown."""
     parts = [_INTRODUCTION]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from rsup.supervisor import places
+from rsup.supervisor.secret_file import write_once
 
 MAX_LOG_BYTES = 5 * 1024 * 1024
 
@@ -37,17 +38,10 @@ def make_key(state: Path) -> None:
     path = state / "key"
     if path.exists():
         return
-    temporary = state / f".key.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
+        write_once(path, secrets.token_hex(32))
     except OSError as error:
         raise places.PlaceError(f"cannot write the key file {path}: {error.strerror}; give one with --key-file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_public_key(state: Path, key: places.LinkKey) -> None:

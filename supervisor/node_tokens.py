@@ -5,10 +5,8 @@ report what happened on that node, and nothing else. A new secret (remove the fi
 Two supervisors that stand by for each other need the same file.
 """
 
-import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import stat
@@ -19,6 +17,7 @@ from pathlib import Path
 from rsup.supervisor import places
 from rsup.supervisor.hardware.hostlist import expand
 from rsup.supervisor.places import PlaceError
+from rsup.supervisor.secret_file import write_once
 from rsup.supervisor.wire import RsupError, UsageError
 
 SECRET_NAME = "node-secret"
@@ -68,17 +67,10 @@ def make_secret(state: Path) -> bytes:
     found = read_secret(state)
     if found:
         return found
-    temporary = state / f".{SECRET_NAME}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
+        write_once(path, secrets.token_hex(32))
     except OSError as error:
         raise PlaceError(f"cannot write the secret of the nodes' tokens {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return read_secret(state)
 
 

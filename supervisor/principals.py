@@ -28,6 +28,7 @@ from pathlib import Path
 
 from rsup.supervisor import node_tokens
 from rsup.supervisor.places import PlaceError
+from rsup.supervisor.secret_file import write_once
 from rsup.supervisor.wire import UsageError
 
 MIN_TOKEN_CHARS = 16
@@ -111,28 +112,11 @@ def make_token(state: Path) -> str:
     path = state / "token"
     with contextlib.suppress(FileNotFoundError):
         return read_token_file(path)
-    token = secrets.token_urlsafe(32)
-    temporary = state / f".token.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-        _publish(temporary, path)
+        write_once(path, secrets.token_urlsafe(32))
     except OSError as error:
         raise PlaceError(f"cannot write the token file {path}: {error.strerror}; choose another --state-dir") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return read_token_file(path)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give the finished file its name. Of two starters the first wins, and the other reads its token."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without hard links
-        os.replace(temporary, path)
 
 
 def read_token_file(path: Path) -> str:

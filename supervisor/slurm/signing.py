@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rsup.supervisor.places import PlaceError
+from rsup.supervisor.secret_file import write_once
 from rsup.supervisor.wire import RsupError
 
 KEY_NAME = "signing-key"
@@ -103,17 +104,8 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> bytes:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(PRIVATE_MARK + base64.b64encode(os.urandom(_KEY_BYTES)).decode() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # of two starters the first wins
-            os.link(temporary, path)
+        write_once(path, PRIVATE_MARK + base64.b64encode(os.urandom(_KEY_BYTES)).decode())
     except OSError as error:
         raise PlaceError(f"cannot write the signing key {path}: {error.strerror}; set --signing-key-file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return _read(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rsup.launcher.inventory import local_devices, numbered_boards
+from rsup.launcher.inventory import numbered_boards, read_inventory
 
 
 class NVMLError(Exception):
@@ -74,30 +74,30 @@ class FakeNvml:
 def test_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())  # type: ignore[arg-type]
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [device.uuid for device in local_devices(4, environ)] == expected
+    assert [device.uuid for device in read_inventory(environ).devices(4)] == expected
 
 
 def test_what_nvml_does_not_tell_stays_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())  # type: ignore[arg-type]
-    (instance,) = local_devices(1, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    (instance,) = read_inventory({"CUDA_VISIBLE_DEVICES": "MIG-1"}).devices(1)
     assert (instance.serial, instance.pci_bus_id, instance.driver) == ("serial-1", "0000:01:00.0", "570.1")
-    (last,) = local_devices(1, {"CUDA_VISIBLE_DEVICES": "3"})
+    (last,) = read_inventory({"CUDA_VISIBLE_DEVICES": "3"}).devices(1)
     assert (last.serial, last.vbios) == ("", "")
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "GPU-aa", "GPU-zz", "MIG-9", "nonsense"])
 def test_cpu_stand_ins_where_no_gpu_is_left(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())  # type: ignore[arg-type]
-    devices = local_devices(2, {"CUDA_VISIBLE_DEVICES": visible})
+    devices = read_inventory({"CUDA_VISIBLE_DEVICES": visible}).devices(2)
     assert [device.model for device in devices] == ["CPU", "CPU"]
     assert devices[0].uuid != devices[1].uuid
-    assert devices == local_devices(2, {"CUDA_VISIBLE_DEVICES": visible})
+    assert devices == read_inventory({"CUDA_VISIBLE_DEVICES": visible}).devices(2)
 
 
 @pytest.mark.parametrize("nvml", [None, FakeNvml(works=False)])
 def test_cpu_stand_ins_without_driver_or_bindings(monkeypatch: pytest.MonkeyPatch, nvml: object) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
-    assert [device.model for device in local_devices(1, {})] == ["CPU"]
+    assert [device.model for device in read_inventory({}).devices(1)] == ["CPU"]
 
 
 class ShiftedNvml(FakeNvml):
