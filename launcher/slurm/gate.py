@@ -19,6 +19,7 @@ from rsup.launcher.slurm.gate_decision import REFUSED as REFUSED
 from rsup.launcher.slurm.gate_decision import UNDECIDED, Answer, IndexMap, Limits, Question, decide, undecided
 from rsup.launcher.slurm.node_inventory import read_boards
 from rsup.launcher.slurm.node_settings import (
+    UNUSABLE,
     NodePlaces,
     NodeProblem,
     NodeSettings,
@@ -227,7 +228,7 @@ def read_key(places: NodePlaces, settings: NodeSettings) -> bytes:
 def _age_s(places: NodePlaces, serial: int, boot: str) -> float:
     """How long ago a supervisor said that this snapshot is its newest: by the boot clock, since the wall clock may step and is
     not the supervisor's. Where nobody wrote that down, the file's age stands for it."""
-    with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+    with suppress(*UNUSABLE):
         confirmed = json.loads(read_trusted(places.confirmed, 4096))
         if confirmed["boot_id"] == boot and confirmed["serial"] == serial:
             return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - float(confirmed["boottime_s"]))

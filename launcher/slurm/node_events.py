@@ -11,7 +11,7 @@ from typing import Any
 
 from rsup.launcher.device_health import bus_id, xid_of_line
 from rsup.launcher.slurm.kernel_log import records
-from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, read_trusted
+from rsup.launcher.slurm.node_settings import UNUSABLE, NodePlaces, read_trusted
 from rsup.launcher.slurm.node_spool import NodeEvent, now_us
 from rsup.supervisor.wire import HealthReading
 
@@ -62,7 +62,7 @@ def jobs_by_device(places: NodePlaces, boot: str) -> dict[str, str]:
 
 def read_start(places: NodePlaces, job: str) -> dict[str, Any] | None:
     """What the prolog kept of a job's start; None where it kept nothing that can be read."""
-    with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+    with suppress(*UNUSABLE):
         start = json.loads(read_trusted(places.jobs / job, 1 << 16))
         return {
             "boot_id": str(start["boot_id"]),

@@ -16,6 +16,7 @@ from rsup.launcher.slurm.node_inventory import Numbering, merged, missing, read_
 from rsup.launcher.slurm.node_link import NodeLink, Reply
 from rsup.launcher.slurm.node_settings import (
     ROOT_VARIABLE,
+    UNUSABLE,
     NodePlaces,
     NodeProblem,
     NodeSettings,
@@ -179,7 +180,7 @@ class Round:
         gate = {"mode": self.settings.mode, "trouble": trouble[:500]}
         path, now_s = self.places.run / "gate-told.json", time.clock_gettime(time.CLOCK_BOOTTIME)
         if not gate["trouble"]:
-            with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+            with suppress(*UNUSABLE):
                 told = json.loads(read_trusted(path, 1 << 16))
                 if told["gate"] == gate and told["boot_id"] == self.boot and now_s - told["boottime_s"] < GATE_EVERY_S:
                     return
@@ -195,11 +196,11 @@ class Round:
 
     def _current(self) -> tuple[Snapshot | None, str]:
         """The snapshot that lies here, if it is sound, and the ETag with which it came."""
-        with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+        with suppress(*UNUSABLE):
             key = read_key(self.places, self.settings)
             have = read_snapshot(read_trusted(self.places.snapshot, MAX_SNAPSHOT_BYTES), key)
             etag = ""
-            with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+            with suppress(*UNUSABLE):
                 confirmed = json.loads(read_trusted(self.places.confirmed, 4096))
                 etag = str(confirmed["etag"]) if confirmed["serial"] == have.serial else ""
             return have, etag
@@ -252,7 +253,7 @@ class Round:
         """Whether it has changed since it was told, or that was long ago: a supervisor with a new store must learn it."""
         if devices is None:
             return False
-        with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+        with suppress(*UNUSABLE):
             told = json.loads(read_trusted(self.places.run / "reported.json", 1 << 20))
             age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - float(told["boottime_s"])
             return told["devices"] != devices or told["boot_id"] != self.boot or age_s > INVENTORY_EVERY_S

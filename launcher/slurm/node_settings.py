@@ -32,6 +32,10 @@ class NodeProblem(Exception):
     """Why something on this node cannot be used: one line. Never a reason to refuse a job."""
 
 
+UNUSABLE = (NodeProblem, OSError, ValueError, KeyError, TypeError)
+"""What reading one of our own files of state raises where it is missing, foreign or damaged: it then counts as not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodePlaces:
     """The paths of a node below `root`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rsup.launcher.slurm.kernel_log import NOT_READ
-from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, read_trusted, write_atomically
+from rsup.launcher.slurm.node_settings import UNUSABLE, NodePlaces, read_trusted, write_atomically
 
 MAX_KEYS = 5000
 
@@ -32,7 +32,7 @@ def _path(places: NodePlaces) -> Path:
 
 def read_told(places: NodePlaces, boot: str) -> Told:
     """Of this boot; nothing where nothing can be read."""
-    with suppress(NodeProblem, OSError, ValueError, KeyError, TypeError):
+    with suppress(*UNUSABLE):
         content = json.loads(read_trusted(_path(places), 4 << 20))
         if content["boot_id"] == boot:
             return Told(boot, int(content["sequence"]), frozenset(map(str, content["keys"])))
