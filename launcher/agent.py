@@ -318,6 +318,8 @@ class Agent:
                 continue
             if isinstance(message, wire.RankHello):
                 self._link.send(hello.rank, hello.attempt, wire.LimitsNow(self._state.limits))
+                if self._state.switches:
+                    self._link.send(hello.rank, hello.attempt, wire.SwitchesNow(self._state.switches))
             local_rank = hello.rank - start.first_rank
             if 0 <= local_rank < start.num_ranks:
                 self._events.append(ev.RankMessage(hello.attempt, local_rank, message))
@@ -519,6 +521,8 @@ class Agent:
 
     def _push_limits(self, action: ev.PushLimits) -> None:
         self._link.broadcast(self._state.attempt, wire.LimitsNow(action.limits))
+        if action.switches:
+            self._link.broadcast(self._state.attempt, wire.SwitchesNow(action.switches))
         self._nvrx.use_limits(action.limits)
 
     def _write_result(self, action: ev.WriteResult) -> None:

@@ -1,19 +1,19 @@
 """The command `rsup`: finds the verb, loads what it needs, and turns errors into one line and an exit code.
 
 Wiring: verbs are named here by module and function, and loaded when they are called, so that `rsup --help` stays fast and the
-launcher's process never loads what only the supervisor needs.
+launcher's process never loads what only the supervisor needs. What `rsup gate` does not need is loaded where it is used: the
+messages of `wire` alone would cost it a fifth of its time.
 """
 
 import errno
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from rsup.supervisor.wire import EXIT_USAGE, RELEASE, RsupError
-
+EXIT_USAGE = 2
+"""`wire.EXIT_USAGE`."""
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
@@ -27,8 +27,7 @@ _SCARCE = {
 """What to do where the system has no more of something; no fault of ours."""
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """A subcommand: `function(argv)` of `module`, or `function(name, argv)` if it serves several verbs."""
 
     meaning: str
@@ -53,10 +52,14 @@ VERBS = {
     "nodes": Verb("the same of nodes", _HARDWARE, wants_name=True),
     "checkpoint": Verb("ask a job for a checkpoint", _QUERY, wants_name=True),
     "stop": Verb("ask a job to save and end", _QUERY, wants_name=True),
+    "stragglers": Verb("show ranks that hold a job up, and switch their detection", "rsup.supervisor.straggler_cli"),
     "fence": Verb("declare a node dead that does not answer", _QUERY, wants_name=True),
     "gate": Verb("say whether a job may start on this node", "rsup.launcher.slurm.gate"),
     "slurm": Verb("SLURM's prolog, epilog and healthcheck, and their installation", "rsup.launcher.slurm.slurm_verb"),
     "db": Verb("back up, check or upgrade the store", "rsup.supervisor.db_cli"),
+    "memory-estimate": Verb(
+        "say what a model needs of a GPU's memory, and what fits on how many", "rsup.worker.observe.memory_estimate_cli"
+    ),
     "doctor": Verb("see whether this machine has what rsup needs", "rsup.launcher.doctor"),
     "demo": Verb("a training that loses a rank, hangs, and ends all the same", "rsup.launcher.demo"),
 }
@@ -70,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_help()
         return 0 if words else EXIT_USAGE
     if words[0] in ("-V", "--version"):
+        from rsup.supervisor.wire import RELEASE
+
         print(f"rsup {RELEASE}")
         return 0
     if words[0] not in VERBS:
@@ -85,17 +90,25 @@ def _run(name: str, words: list[str]) -> int:
         if sys.stdout is not None:  # None: closed by whoever started us
             sys.stdout.flush()
         return code
-    except RsupError as error:
-        _report(name, words, str(error))
-        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()
         return EXIT_READER_GONE
-    except Exception as error:  # the outermost frame: a fault of ours, of which a person sees one line
-        _report(name, words, _fault_text(error))
-        return 1
+    except Exception as error:  # the outermost frame: a person sees one line
+        text, code = _told(error)
+        _report(name, words, text)
+        return code
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """The line and the exit code: what is no operating error is a fault of ours."""
+    if "rsup.supervisor.wire" in sys.modules:  # else it is none; loading anything now may fail for want of the same
+        from rsup.supervisor.wire import RsupError
+
+        if isinstance(error, RsupError):
+            return str(error), error.exit_code
+    return _fault_text(error), 1
 
 
 def _fault_text(error: Exception) -> str:
@@ -122,6 +135,8 @@ def _fill_closed_streams() -> None:
 def _report(name: str, words: list[str], text: str) -> None:
     """The error being handled, as one line; with its traceback before it if that is wanted."""
     if _wants_traceback(name, words):
+        import traceback
+
         traceback.print_exc()
     print(f"rsup {name}: {one_line(text)}", file=sys.stderr)
 

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     _say(f"2. The same; rank 1 is killed at iteration {KILL_AT}, rank 0 hangs at {HANG_AT} (limit {STEP_LIMIT_S} s a step).")
     disturbed = _train("disturbed", folder, _faults())
     _say("3. What happened, from the supervisor's store (rsup report disturbed):")
-    _run(["report", "disturbed"])
+    _run(["report", "disturbed", "--output", str(folder / "report.html")])
 
     print(f"\nundisturbed: {calm}\ndisturbed:   {disturbed}")
     print(f"took {time.monotonic() - started:.0f} s; look around with:")

@@ -34,6 +34,7 @@ def spawn(turn: Turn, command: wire.StartAttempt) -> None:
         exits=(),
         why_stopped="",
         limits=command.limits,
+        switches=command.switches,
         stop=None,
         held_stop=None,
         stacks_asked=False,

@@ -282,10 +282,11 @@ class AskRanks(Struct, frozen=True):
 
 
 class PushLimits(Struct, frozen=True):
-    """Watch the board with these limits from now on, and hand them to the ranks."""
+    """Watch the board with these limits from now on, and hand them to the ranks, with what has been switched on or off."""
 
     limits: wire.Limits
     reason: str
+    switches: dict[str, bool] = {}
 
 
 class WriteResult(Struct, frozen=True):

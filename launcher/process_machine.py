@@ -126,6 +126,7 @@ def _welcomed(turn: Turn, event: Welcomed) -> None:
         store=store or turn.state.store,
         store_id=welcome.supervisor.store_id or turn.state.store_id,
         joined=True,
+        takes_metrics=welcome.takes_metrics,
         job_id=welcome.job_id,
         run=welcome.run,
     )
@@ -235,8 +236,8 @@ def _stop_training(turn: Turn, command: wire.StopTraining) -> None:
 
 
 def _set_limits(turn: Turn, command: wire.SetLimits) -> None:
-    turn.set(limits=command.limits)
-    turn.do(PushLimits(command.limits, command.reason))
+    turn.set(limits=command.limits, switches=command.switches)
+    turn.do(PushLimits(command.limits, command.reason, command.switches))
 
 
 def _park(turn: Turn, command: wire.Park) -> None:

@@ -53,6 +53,9 @@ def hear(turn: Turn, event: RankMessage) -> None:
             turn.fact(wire.LimitsLoaded(at_us, event.attempt, message.limits))
     elif isinstance(message, wire.RankCase):
         turn.fact(wire.CaseReported(at_us, event.attempt, rank.rank, message.report))
+    elif isinstance(message, (wire.RankMetrics, wire.RankStragglers)):
+        if turn.state.takes_metrics:
+            turn.fact(_numbers(message, event.attempt, rank.rank, at_us))
     elif isinstance(message, wire.RankEntered):
         turn.set_rank(event.local_rank, entered=True)
         entered = (message.entry, message.joined, message.took_s, message.reserves)
@@ -80,6 +83,12 @@ def hear(turn: Turn, event: RankMessage) -> None:
         turn.note(message.level, message.text, rank.rank)
 
 
+def _numbers(message: wire.RankMetrics | wire.RankStragglers, attempt: int, rank: int, at_us: int) -> wire.AnyFact:
+    if isinstance(message, wire.RankMetrics):
+        return wire.MetricsReported(at_us, attempt, rank, message.kind, message.series)
+    return wire.StragglersReported(at_us, attempt, rank, message.report)
+
+
 def _fault(message: wire.RankFault, attempt: int, rank: int, at_us: int) -> wire.RankFaulted:
     return wire.RankFaulted(
         at_us=at_us,
@@ -101,7 +110,7 @@ def _set_limits(turn: Turn, attempt: int, rank: int, change: wire.LimitsChange) 
     if limits is not turn.state.limits:
         turn.set(limits=limits)
         turn.fact(wire.LimitsSet(turn.now.wall_us, attempt, rank, change))
-        turn.do(PushLimits(limits, f"rank {rank} has set limits"))
+        turn.do(PushLimits(limits, f"rank {rank} has set limits", turn.state.switches))
 
 
 def rank_left(turn: Turn, local_rank: int) -> None:

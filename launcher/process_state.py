@@ -154,6 +154,10 @@ class AgentState(Struct, frozen=True):
     why_stopped: str = ""
     """Why the decider ended the current or last attempt."""
     limits: wire.Limits = NO_LIMITS
+    switches: dict[str, bool] = {}
+    """What people have switched on or off in the job."""
+    takes_metrics: bool = False
+    """The decider wants numbers of the training, and reports on stragglers."""
     stop: Stop | None = None
     held_stop: HeldStop | None = None
     stacks_asked: bool = False

@@ -1,7 +1,7 @@
 """The agent's end of `RSUP_RANK_SOCKET`: one SOCK_SEQPACKET packet a message, from and to every local rank.
 
 A rank introduces itself with `RankHello`; what comes before that is dropped. Nothing blocks: a rank that stops reading has a
-short queue, in which newer limits replace older ones. Only processes of this user (or root) are heard.
+short queue, in which newer limits and switches replace older ones. Only processes of this user (or root) are heard.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ class RankLink:
             hello = connection.hello
             if hello and (hello.rank, hello.attempt) == (rank, attempt):
                 found = True
-                if isinstance(message, wire.LimitsNow):
-                    connection.queue = deque(m for m in connection.queue if not isinstance(m, wire.LimitsNow))
+                if isinstance(message, (wire.LimitsNow, wire.SwitchesNow)):
+                    connection.queue = deque(m for m in connection.queue if type(m) is not type(message))
                 if len(connection.queue) < _MAX_QUEUED:
                     connection.queue.append(message)
                 self._flush(connection)

@@ -25,7 +25,7 @@ from rsup.supervisor.wire import AnyFact
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, AnyFact | None])
-_TELLING_ONLY = (wire.SectionsObserved, wire.Note, wire.DeviceUsed)
+_TELLING_ONLY = (wire.SectionsObserved, wire.Note, wire.DeviceUsed, wire.MetricsReported, wire.StragglersReported)
 """Facts that no decision waits for: the first to be lost when there is no room."""
 _TRUNCATE_FROM_BYTES = 64 * 1024
 

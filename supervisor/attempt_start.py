@@ -161,6 +161,7 @@ def store_bound(turn: Turn, agent_id: str, fact: StoreBound) -> None:
                 restarts_spent=state.budget.restarts,
                 phase=phase,
                 save_s=state.save_s,
+                switches=state.switches,
             ),
         )
         role_ranks[role] += member.info.num_ranks

@@ -77,7 +77,7 @@ class StoreTrouble(Struct, frozen=True):
 
 
 class OperatorAsked(Struct, frozen=True):
-    """A person or program asked for something. `kind`: `stop`, `checkpoint` or `fence`.
+    """A person or program asked for something. `kind`: `stop`, `checkpoint`, `fence`, or `stragglers-on`, `stragglers-off`.
 
     `node`, a node's name or an agent's id, says which lost one to fence; empty: every lost one. `dry_run`: only answer.
     """

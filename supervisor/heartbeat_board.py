@@ -196,6 +196,10 @@ class Slot:
             section = self._sections[name] = self._make_section(name)
         return section
 
+    def section_totals(self) -> dict[str, tuple[int, int]]:
+        """Of each section the times it was entered, and the total of its closed stretches in ns."""
+        return {name: (section._entered, section._total_ns) for name, section in self._sections.items()}
+
     def _make_section(self, name: str) -> Section:
         place = len(self._sections)
         if place >= NUM_SECTIONS:

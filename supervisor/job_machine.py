@@ -12,7 +12,8 @@ stacks taken, all ranks gone), so no handler has to know what follows it.
 
 Facts of an agent are applied once each, in the order of their numbers; those of another attempt than the current one are
 logged and decide nothing, but that ranks are gone. What a fact means belongs to the noun it is about: `rendezvous`,
-`attempt_start`, `adoption`, `progress`, `hang`, `rank_exits`, `in_process`, `attempt_end`, `case_machine`, `operator_requests`.
+`attempt_start`, `adoption`, `progress`, `hang`, `rank_exits`, `in_process`, `attempt_end`, `case_machine`, `operator_requests`,
+`straggler_machine`.
 """
 
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from rsup.supervisor.events import (
 from rsup.supervisor.hang import overdue, settle_collecting, stacks_of_the_stopped, stacks_taken
 from rsup.supervisor.hardware.health_facts import health_seen
 from rsup.supervisor.in_process import entry_begun, rank_faulted
+from rsup.supervisor.metric_facts import metrics_reported
 from rsup.supervisor.open_restart import settle_in_process
 from rsup.supervisor.operator_requests import operator_asked, request_done, signal_received
 from rsup.supervisor.phases import rank_leaves
@@ -58,6 +60,7 @@ from rsup.supervisor.rank_exits import rank_exited
 from rsup.supervisor.rendezvous import agent_joined, form, known_dead, lost
 from rsup.supervisor.saves import save_seen
 from rsup.supervisor.states import JobState, Phase, Role
+from rsup.supervisor.straggler_machine import stragglers_reported
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.workload_control import workload_control
 
@@ -132,6 +135,8 @@ FACTS: dict[type[wire.Fact], dict[Phase, FactHandler]] = {
     wire.WorkloadControl: _row(workload_control, ended=_log_only),
     wire.DeviceUsed: _row(device_used),
     wire.CaseReported: _row(case_reported, ended=late_case),
+    wire.MetricsReported: _row(metrics_reported),
+    wire.StragglersReported: _row(stragglers_reported, ended=_apply_silently),
     wire.HealthSeen: _row(health_seen),
     wire.SignalReceived: _row(signal_received, ended=_log_only),
     wire.RequestDone: _row(request_done),
@@ -163,7 +168,7 @@ def _fact_arrived(turn: Turn, event: FactArrived) -> None:
     elif attempt != turn.state.attempt or (agent.group_rank < 0 and hasattr(fact, "attempt")):
         if isinstance(fact, wire.CaseReported):
             late_case(turn, event.agent_id, fact)
-        else:
+        elif not isinstance(fact, (wire.MetricsReported, wire.StragglersReported)):
             _stale(turn, event.agent_id, fact, attempt)
     else:
         FACTS[type(fact)][turn.state.phase](turn, event.agent_id, fact)

@@ -84,7 +84,7 @@ class HardwareReply:
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """Somebody asks for `stop`, `checkpoint` or `fence`. `job`: its key, or `ID` or `ID.RUN` of a live one."""
+    """Somebody asks for something (`events.OperatorAsked`). `job`: its key, or `ID` or `ID.RUN` of a live one."""
 
     job: JobKey | str
     kind: str

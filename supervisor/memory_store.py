@@ -47,6 +47,11 @@ def natural_key(record: Record) -> tuple[object, ...]:
             return (record.job,)
         case records.CaseSaved():
             return record.job, record.case_id
+        case records.MetricsSaved():
+            first = min((bins[0].first for bins in record.series.values() if bins), default=0)
+            return record.job, record.attempt, record.rank, record.kind, first
+        case records.StragglerSaved():
+            return record.job, record.episode
         case records.EvidenceSaved():
             return (record.fingerprint,)
         case records.SubjectSaved():

@@ -1,10 +1,13 @@
-"""What people and programs ask of a job: stop, checkpoint, fence; and the signals that a launcher passed on."""
+"""What people and programs ask of a job: stop, checkpoint, fence, switches; and the signals that a launcher passed on."""
+
+from collections.abc import Callable
 
 from rsup.supervisor.actions import AnswerOperator
 from rsup.supervisor.attempt_end import end_job, stop_training
 from rsup.supervisor.events import OperatorAsked
 from rsup.supervisor.failure import signal_name
 from rsup.supervisor.leaving import goes_on, leaves_alone, let_go
+from rsup.supervisor.progress import push_limits
 from rsup.supervisor.render import plural
 from rsup.supervisor.rendezvous import abandon_start, known_dead
 from rsup.supervisor.states import Phase, Role, StopRequest
@@ -29,14 +32,13 @@ def operator_asked(turn: Turn, event: OperatorAsked) -> None:
         turn.act(AnswerOperator(event.request_id, True, _would(turn, event)))
         return
     turn.change(requests=[*state.requests, event.request_id][-KEPT_REQUESTS:])
-    done = {"stop": _stop, "checkpoint": _checkpoint, "fence": _fence}[event.kind](turn, event)
-    turn.act(AnswerOperator(event.request_id, True, done))
+    turn.act(AnswerOperator(event.request_id, True, _TAKEN_UP[event.kind](turn, event)))
 
 
 def _refusal(turn: Turn, event: OperatorAsked) -> str | None:
     state, job = turn.state, turn.state.key.job_id
-    if event.kind not in ("stop", "checkpoint", "fence"):
-        return f"unknown request {event.kind!r}: stop, checkpoint or fence"
+    if event.kind not in _TAKEN_UP:
+        return f"unknown request {event.kind!r}: use one of {', '.join(_TAKEN_UP)}"
     if state.phase is Phase.ENDED:
         return f"job {job} has ended already: {state.reason}"
     if event.kind == "stop" and state.stop is not None and not goes_on(state):
@@ -52,6 +54,8 @@ def _would(turn: Turn, event: OperatorAsked) -> str:
     state = turn.state
     if event.kind == "fence":
         return f"would declare dead in job {state.key}: {_names(turn, _lost(turn, event.node))}; only do so if you are sure"
+    if event.kind in _SWITCHES:
+        return f"would switch the detection of stragglers {'on' if _SWITCHES[event.kind] else 'off'} in job {state.key}"
     what = "stop" if event.kind == "stop" else "ask for a checkpoint of"
     size = f"{plural(state.world_size, 'rank')} on {plural(len(state.active), 'node')}"
     return f"would {what} job {state.key}: {state.phase.value}, attempt {state.attempt}, {size}"
@@ -112,6 +116,28 @@ def _fence(turn: Turn, event: OperatorAsked) -> str:
     for agent_id in fenced:
         known_dead(turn, agent_id, f"declared dead by {_by(event)}", for_good=False, with_node=True)
     return f"fenced: {nodes}"
+
+
+def _switch(turn: Turn, event: OperatorAsked) -> str:
+    """It holds from the ranks' next report on, and in later attempts."""
+    is_on = _SWITCHES[event.kind]
+    word, job = "on" if is_on else "off", turn.state.key.job_id
+    if turn.state.switches.get("stragglers") is is_on:
+        return f"the detection of stragglers has been switched {word} in job {job} already"
+    turn.change(switches={**turn.state.switches, "stragglers": is_on})
+    reason = f"detection of stragglers switched {word} by {_by(event)}"
+    turn.log("Switched", reason, principal=event.principal, data={"stragglers": is_on})
+    push_limits(turn, reason)
+    return f"the detection of stragglers is switched {word} in job {job}: the ranks follow at their next report"
+
+
+_SWITCHES = {"stragglers-on": True, "stragglers-off": False}
+_TAKEN_UP: dict[str, Callable[[Turn, OperatorAsked], str]] = {
+    "stop": _stop,
+    "checkpoint": _checkpoint,
+    "fence": _fence,
+    **dict.fromkeys(_SWITCHES, _switch),
+}
 
 
 def signal_received(turn: Turn, agent_id: str, fact: SignalReceived) -> None:

@@ -26,7 +26,8 @@ class Outgoing:
         speaks = (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION)
         acked = state.agents[agent_id].acked_fact
         job = state.key
-        welcome = Welcome(speaks, wire.RELEASE, self._info, job.job_id, job.run, state.epoch, acked, secret_identities=True)
+        about = (speaks, wire.RELEASE, self._info, job.job_id, job.run, state.epoch, acked)
+        welcome = Welcome(*about, secret_identities=True, takes_metrics=True)
         self._transport.send(agent_id, welcome)
 
     def refuse(self, agent_id: str, refusal: Refusal) -> None:

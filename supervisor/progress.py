@@ -170,7 +170,7 @@ def push_limits(turn: Turn, reason: str) -> None:
     """Tell every node with ranks which limits hold now."""
     for member_id, member in list(turn.state.agents.items()):
         if member.live_attempt and member.live_attempt == turn.state.attempt:
-            turn.command(member_id, SetLimits(0, reason, turn.state.limits))
+            turn.command(member_id, SetLimits(0, reason, turn.state.limits, turn.state.switches))
 
 
 def limits_set(turn: Turn, agent_id: str, fact: LimitsSet) -> None:

@@ -9,11 +9,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
-from rsup.supervisor.render import paint_for, terminal_width
+from rsup.supervisor.render import fitting, paint_for, terminal_width
 from rsup.supervisor.request_outcome import outcome
 from rsup.supervisor.slurm_stories import story_sources
 from rsup.supervisor.wire import UsageError
@@ -29,7 +30,8 @@ DESCRIPTIONS = {
     "status": "Show a job: state, ranks, incidents, checkpoints, goodput.",
     "events": "Print a job's events: what happened, what was decided, and why.",
     "stacks": "Print the stacks that were taken when a job last hung.",
-    "report": "Tell the story of a job: what happened, how it was found, how long recovery took, what was lost.",
+    "report": "Tell the story of a job: what happened, how it was found, how long recovery took, what was lost. It is printed,"
+    " and drawn with the training's curves on a page that needs nothing else, rsup-report-JOB.html in the current directory.",
     "stop": "Ask a job to save and leave.",
     "checkpoint": "Ask a job for a checkpoint at its next iteration.",
     "fence": "Declare a node dead that does not answer, so that its job goes on without it. Only if you are sure that no"
@@ -71,6 +73,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     if verb == "events":
         parser.add_argument("--follow", action="store_true", help="go on with new events until the job ends")
         parser.add_argument("--last", type=count, default=None, metavar="N", help="begin with the newest N events")
+    if verb == "report":
+        parser.add_argument("--output", default="", metavar="FILE", help="write the page there (`-`: to standard output)")
+        parser.add_argument("--text", action="store_true", help="only the text, no page")
     if verb == "stacks":
         parser.add_argument("--rank", type=int, default=None, metavar="R", help="of this rank only")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -97,6 +102,11 @@ def _note(text: str) -> None:
     print(f"rsup: {text}", file=sys.stderr)
 
 
+def _say(text: str, end: str = "\n") -> None:
+    """Print it, in the characters that the terminal has."""
+    print(fitting(text, sys.stdout.encoding), end=end, flush=True)
+
+
 def print_json(content: object, indent: int | None = 2) -> None:
     """Print it, as it is."""
     print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
@@ -114,7 +124,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
     elif not found and (arguments.state or arguments.owner):
         print("no such jobs")
     else:
-        print(jobs_text(found, terminal_width(sys.stdout), paint_for(sys.stdout)))
+        _say(jobs_text(found, terminal_width(sys.stdout), paint_for(sys.stdout)))
     return 0
 
 
@@ -147,7 +157,7 @@ def _show(status: Json, as_json: bool) -> None:
     if as_json:
         print_json(status)
     else:
-        print(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
+        _say(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
 
 
 def _watch(sources: Sources, job: JobName, as_json: bool) -> int:
@@ -161,7 +171,7 @@ def _watch(sources: Sources, job: JobName, as_json: bool) -> int:
         elif on_screen:
             _redraw(status_text(status, terminal_width(sys.stdout), paint_for(sys.stdout)))
         else:
-            print(status_text(status), end="\n\n", flush=True)
+            _say(status_text(status), end="\n\n")
         if status["job"]["state"] == "ended":
             return 0
         time.sleep(WATCH_INTERVAL_S)
@@ -173,8 +183,7 @@ def _redraw(text: str) -> None:
     height = max(2, shutil.get_terminal_size().lines - 1)
     if len(lines) > height:
         lines = [*lines[: height - 1], f"... {len(lines) - height + 1} more lines"]
-    sys.stdout.write("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
-    sys.stdout.flush()
+    _say("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J", end="")
 
 
 def _events(arguments: argparse.Namespace) -> int:
@@ -234,7 +243,7 @@ def _print_events(events: Sequence[Json], as_json: bool) -> None:
         if as_json:
             print_json(event, indent=None)
         else:
-            print(event_line(event, paint_for(sys.stdout)), flush=True)
+            _say(event_line(event, paint_for(sys.stdout)))
 
 
 def _stacks(arguments: argparse.Namespace) -> int:
@@ -246,13 +255,17 @@ def _stacks(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(found)
     else:
-        print(stacks_text(found, paint_for(sys.stdout)))
+        _say(stacks_text(found, paint_for(sys.stdout)))
     return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from rsup.supervisor.report_text import report_text
 
+    if arguments.output and (arguments.text or arguments.json):
+        raise UsageError(
+            f"--output is for the page, and --{'text' if arguments.text else 'json'} makes none; leave one of them out"
+        )
     sources = sources_of(arguments)
     job = _asked(sources, arguments.job)
     status = sources.read(lambda source: source.status(job, stacks=arguments.json))
@@ -262,9 +275,29 @@ def _report(arguments: argparse.Namespace) -> int:
         )
     if arguments.json:
         print_json({**status, "report": report_text(status)})
-    else:
-        print(report_text(status, paint_for(sys.stdout)))
+        return 0
+    if arguments.output != "-":
+        _say(report_text(status, paint_for(sys.stdout)))
+    if not arguments.text:
+        _write_page(arguments, sources, status)
     return 0
+
+
+def _write_page(arguments: argparse.Namespace, sources: Sources, status: Json) -> None:
+    """The page of a job, made from the status that was printed and what else it shows. Raise `QueryError`."""
+    from rsup.supervisor.report_file import write_whole
+    from rsup.supervisor.report_page import file_name, report_page
+    from rsup.supervisor.report_sources import gather
+
+    page = report_page(gather(sources, name_of(status["job"]), status), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    if arguments.output == "-":
+        raw = getattr(sys.stdout, "buffer", None)  # none where a caller has put something else in its place
+        sys.stdout.write(page) if raw is None else raw.write(page.encode())
+        return
+    path = Path(arguments.output or file_name(status["job"]["name"]))
+    write_whole(path, page)
+    sys.stdout.flush()
+    _note(f"the page is in {path.absolute()}")
 
 
 # ----------------------------------------------------------------------------------------------------------- changing
@@ -274,7 +307,7 @@ def _change(verb: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         job = JobName("", "", arguments.job)
         node = {"node": arguments.node} if verb == "fence" else {}
-        source = _supervisor(sources_of(arguments), verb)
+        source = supervisor_for(sources_of(arguments), "fence its nodes" if verb == "fence" else f"{verb} it")
         answer = source.change(verb, job, arguments.reason, arguments.dry_run, **node)
         if verb != "fence" and not arguments.dry_run:
             answer = {**answer, **outcome(source, name_of(answer["job"]), answer)}
@@ -290,11 +323,11 @@ def _change(verb: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _supervisor(sources: Sources, verb: str) -> RestSource:
+def supervisor_for(sources: Sources, what: str) -> RestSource:
+    """The running supervisor. Raise `QueryError` where there is none that can do `what`."""
     try:
         return sources.supervisor()
     except QueryError as error:
-        what = "fence its nodes" if verb == "fence" else f"{verb} it"
         raise QueryError(f"{error}, and only the supervisor of a job can {what}; see `rsup jobs`") from None
 
 

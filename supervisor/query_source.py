@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -75,6 +75,10 @@ class Source(Protocol):
 
     def stacks(self, job: JobName, rank: int | None) -> Json:
         """`story_views.job_stacks`."""
+        ...
+
+    def metrics(self, job: JobName, names: Sequence[str], kind: str, points: int) -> Json:
+        """`metric_views.series_of` (all series where no `names` are given) and `latest_of`, as `series` and `latest`."""
         ...
 
     def answer(self, question: Question) -> Json:
@@ -144,13 +148,19 @@ class RestSource:
         """Stacks of the newest incident that has some."""
         return self._get_of(job, "/stacks", **({} if rank is None else {"rank": rank}))
 
+    def metrics(self, job: JobName, names: Sequence[str], kind: str, points: int) -> Json:
+        """The job's curves, and the newest values."""
+        path, query = self._job_place(job, "/metrics", {"kind": kind, "points": points})
+        return self._ask(path, [*query.items(), *(("name", name) for name in names)])
+
     def answer(self, question: Question) -> Json:
         """The answer to a question about devices or nodes."""
         body = None if question.body is None else json.dumps(question.body).encode()
         return self._ask(question.path, [(name, value) for name, value in question.query if value != ""], body)
 
-    def change(self, verb: str, job: JobName, reason: str, dry_run: bool, **more: str) -> Json:
-        """Ask for a `stop`, a `checkpoint`, or a `fence` of the `node` in `more`: what the supervisor says to it."""
+    def change(self, verb: str, job: JobName, reason: str, dry_run: bool, **more: object) -> Json:
+        """Ask for a `stop`, a `checkpoint`, a `fence` of the `node` in `more`, or for `stragglers` to be `on` or not: what the
+        supervisor says to it."""
         body = json.dumps({"reason": reason, "dry_run": dry_run, **more}).encode()
         return self._ask(*self._job_place(job, f"/{verb}", {}), body)
 
@@ -239,6 +249,15 @@ class StoreSource:
 
         with self._filled(job) as connection:
             return job_stacks(connection, self._find(connection, job), rank=rank)
+
+    def metrics(self, job: JobName, names: Sequence[str], kind: str, points: int) -> Json:
+        """The job's curves, and the newest values."""
+        from rsup.supervisor.metric_views import latest_of, series_of
+
+        with self._filled(job) as connection:
+            found = self._find(connection, job)
+            series = series_of(connection, found.id, names or None, kind or None, points)
+            return {"series": series, "latest": latest_of(connection, found.id)}
 
     def answer(self, question: Question) -> Json:
         """The answer to a question about devices or nodes."""

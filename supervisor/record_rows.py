@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Table, bindparam, case, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rsup.supervisor import tables
+from rsup.supervisor.metric_rows import MetricWriter
 from rsup.supervisor.records import (
     AttemptSaved,
     BeatsSaved,
@@ -25,12 +26,14 @@ from rsup.supervisor.records import (
     IncidentSaved,
     JobKey,
     JobSaved,
+    MetricsSaved,
     NodeSeen,
     RankSaved,
     Record,
     ResumeSaved,
     SeatSaved,
     SectionSaved,
+    StragglerSaved,
     SubjectSaved,
     TransitionSaved,
 )
@@ -46,6 +49,7 @@ _PLAIN: dict[type, Table] = {
     ResumeSaved: tables.resumes,
     BeatsSaved: tables.beats,
     CaseSaved: tables.cases,
+    StragglerSaved: tables.stragglers,
     EvidenceSaved: tables.evidence,
     SubjectSaved: tables.subjects,
     TransitionSaved: tables.transitions,
@@ -97,6 +101,7 @@ class RecordWriter:
     def __init__(self, dialect: str) -> None:
         self._insert = sqlite.insert if dialect == "sqlite" else postgresql.insert
         self._ids: dict[JobKey, int] = {}
+        self._metrics = MetricWriter(self._insert)
         self._add_job = self._insert(tables.jobs).on_conflict_do_nothing()
         self._statements: dict[Table, Any] = {table: self._upsert(table) for table in _PLAIN.values()}
         self._statements[tables.beats] = self._upsert(tables.beats, newer="at_us")
@@ -113,11 +118,16 @@ class RecordWriter:
         """Write `records` in the open transaction. Return the job ids to `remember` once it is committed."""
         new_ids: dict[JobKey, int] = {}
         rows: dict[Table, list[Row]] = {}
+        self._metrics.begin()
         saved = [record for record in records if isinstance(record, JobSaved)]
         if saved:
             self._write_jobs(connection, saved, new_ids)
         for record in records:
-            if not isinstance(record, JobSaved):
+            if isinstance(record, MetricsSaved):
+                job = self._id_of(connection, record.job, new_ids)
+                assert job is not None, f"metrics of job {record.job}, which was never saved"
+                self._metrics.write(connection, job, record)
+            elif not isinstance(record, JobSaved):
                 self._add_rows(connection, record, new_ids, rows)
         for table, table_rows in rows.items():
             connection.execute(self._statements[table], table_rows)
@@ -129,6 +139,7 @@ class RecordWriter:
     def remember(self, ids: dict[JobKey, int]) -> None:
         """The transaction of `write` was committed."""
         self._ids.update(ids)
+        self._metrics.committed()
 
     def _write_jobs(self, connection: Connection, records: list[JobSaved], new_ids: dict[JobKey, int]) -> None:
         updates = []

@@ -7,6 +7,8 @@ Times are UTC microseconds. The owner of the columns is `tables`, of their meani
 
 from msgspec import Struct
 
+from rsup.supervisor.wire import MetricBin
+
 
 class JobKey(Struct, frozen=True, order=True):
     """Names one run of a job. `run` counts from 1 per (cluster, owner, id)."""
@@ -223,6 +225,50 @@ class CaseSaved(Struct, frozen=True, tag=True):
     """What the supervisor adds: why the verdict does not count, or is taken back."""
 
 
+class MetricsSaved(Struct, frozen=True, tag=True):
+    """Numbers of the training of one kind, as a rank of an attempt told them: they are added to the job's series, and take the
+    place of what lies behind their first iteration there (`metric_rows`)."""
+
+    job: JobKey
+    attempt: int
+    rank: int
+    kind: str
+    """One of `wire.METRIC_KINDS`."""
+    series: dict[str, list[MetricBin]]
+
+
+class StragglerSaved(Struct, frozen=True, tag=True):
+    """A rank that held the others up over several reports in a row: an episode. `episode` counts from 1 per job."""
+
+    job: JobKey
+    episode: int
+    attempt: int
+    rank: int
+    device: str
+    node: str
+    section: str
+    """In which it was slowest."""
+    from_us: int
+    seen_us: int
+    """When it was last slow."""
+    first: int
+    iteration: int
+    """From which iteration to which."""
+    num_reports: int
+    slowdown: float
+    """The highest of its reports."""
+    individual: float
+    """The lowest: below 1 it had been faster itself."""
+    to_us: int | None = None
+    """When it was seen to be over; None: it goes on, or the attempt ended with it."""
+    cause: str = ""
+    """One of `wire.STRAGGLER_CAUSES`."""
+    text: str = ""
+    """The last report's sentence about it."""
+    verdict: str = ""
+    """Whether it speaks against the device, and why or why not."""
+
+
 class EvidenceSaved(Struct, frozen=True, tag=True):
     """A fact about a device or node that stays: one row a fingerprint, with how often it was seen. The first sighting's text
     and job stay; `count`, `last_us` and `effect` are written over with absolute values, so a repeated commit changes nothing.
@@ -236,8 +282,8 @@ class EvidenceSaved(Struct, frozen=True, tag=True):
     fingerprint: str
     """What makes two sightings the same: subject, source, code, episode (boot, or job and attempt); hex."""
     source: str
-    """`verdict`, `hang`, `rank-lost`, `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`, `test`,
-    `person`, `devices` (a node's: independent devices of it)."""
+    """`verdict`, `hang`, `rank-lost`, `straggler`, `xid`, `ecc`, `remap`, `recovery-action`, `throttle`, `link`, `unreadable`,
+    `test`, `person`, `devices` (a node's: independent devices of it)."""
     code: str
     episode: str
     """Independent ones count apart in the score: a boot, or a job's run."""
@@ -362,6 +408,8 @@ Record = (
     | DeviceSeen
     | BeatsSaved
     | CaseSaved
+    | MetricsSaved
+    | StragglerSaved
     | EvidenceSaved
     | SubjectSaved
     | TransitionSaved

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░·…–≈", "_.,-:=+#%+...-~")
+"""What stands for the characters that are drawn with, where a terminal lacks them."""
 STATE_COLOURS = {"running": "green", "ended": "dim", "stopping": "yellow", "waiting": "yellow", "collecting": "yellow"}
 
 
@@ -27,6 +29,17 @@ def clean_block(text: object) -> str:
 def clean_line(line: str) -> str:
     """One line of a block: indentation is kept."""
     return "".join(character if character.isprintable() else " " for character in line).rstrip()
+
+
+def fitting(text: str, encoding: str | None) -> str:
+    """`text` in characters that `encoding` has (None: any): blocks become plain ones, what is left a question mark."""
+    try:
+        text.encode(encoding or "utf-8")
+        return text
+    except LookupError:
+        return text
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding or "utf-8", "replace").decode(encoding or "utf-8")
 
 
 def width_of(text: str) -> int:

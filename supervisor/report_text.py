@@ -51,10 +51,10 @@ def _incident(one: Json, job: Json, paint: Paint) -> str:
     where = f", iteration {one['iteration']}" if one["iteration"] else ""
     head = f"Incident {one['incident']}: {one['kind']}"
     lines = [f"{paint(head, 'yellow' if soft else 'red')}, {moment(one['at'])}, attempt {one['attempt']}{where}"]
-    rows = [("what", clean(one["text"])), ("where", _place(one)), ("found by", _found(one))]
+    rows = [("what", clean(one["text"])), ("where", place_of(one)), ("found by", found_by(one))]
     if one["victims"]:
         rows.append(("only waited", f"rank {', '.join(str(rank) for rank in one['victims'])}"))
-    rows += [("recovery", _recovery(one, job, soft)), ("lost", _lost(one, soft))]
+    rows += [("recovery", recovery_of(one, job, soft)), ("lost", lost_by(one, soft))]
     if one["num_stacks"]:
         rows.append(("stacks", f"{one['num_stacks']}: `rsup stacks {clean(job['name'])}`"))
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows if text), *exit_lines(one)])
@@ -68,12 +68,14 @@ def _case(one: Json, paint: Paint) -> str:
     return "\n".join([*lines, *(f"  {name:<12} {clean(text)}" for name, text in rows if text)])
 
 
-def _place(one: Json) -> str:
+def place_of(one: Json) -> str:
+    """Rank, node and device."""
     who = f"rank {one['rank']}" if one["rank"] is not None else ""
     return ", ".join(clean(part) for part in (who, one["node"], short_device(one["device"])) if part)
 
 
-def _found(one: Json) -> str:
+def found_by(one: Json) -> str:
+    """Who noticed it, and how soon."""
     if one["detection_s"] is None:
         return clean(one["found_by"])
     delay = f"after {duration(one['detection_s'])}" if one["detection_s"] >= 0.001 else "at once"
@@ -82,7 +84,8 @@ def _found(one: Json) -> str:
     return f"{clean(one['found_by']) or 'rsup'}, {delay}"
 
 
-def _recovery(one: Json, job: Json, soft: bool) -> str:
+def recovery_of(one: Json, job: Json, soft: bool) -> str:
+    """How long it took until training went on, or why it did not."""
     if one["recovery_s"] is not None:
         took = duration(one["recovery_s"])
         if one["kind"] in HANGS and one["detection_s"] is not None:
@@ -95,7 +98,8 @@ def _recovery(one: Json, job: Json, soft: bool) -> str:
     return "none: the job ended" if job["ended"] else "not yet"
 
 
-def _lost(one: Json, soft: bool) -> str:
+def lost_by(one: Json, soft: bool) -> str:
+    """What was done again, or is gone; empty where that is no question."""
     if one["lost_iterations"] is None:
         return "" if soft else "unknown"
     return plural(one["lost_iterations"], "iteration") if one["lost_iterations"] else "nothing"

@@ -1,6 +1,7 @@
 """Puts REST together inside the daemon: the read-only engine, the tokens, and what only the running supervisor knows."""
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,6 +26,10 @@ from rsup.supervisor.slurm.drain_keeper import DrainKeeper
 from rsup.supervisor.store import StoreError
 from rsup.supervisor.views import LiveBeats
 from rsup.supervisor.wire import SupervisorInfo
+
+SWITCH_S = 0.001
+"""How long the loop may keep Python's lock from a request that waits for it. A request needs it some dozen times (each query,
+each row, each change of threads); with Python's 5 ms an answer takes about twice as long while agents join."""
 
 
 class RunningLoop(Protocol):
@@ -83,6 +88,7 @@ def serve(
         report_node=turns.report,
         gates=turns.drains,
     )
+    sys.setswitchinterval(SWITCH_S)
     server.start(make_app(context))
     return server.stop
 

@@ -1,19 +1,24 @@
-"""What the store forgets: events and beats of ended jobs, when they are old or take too much room, in small batches.
+"""What the store forgets: events, curves and beats of ended jobs, when they are old or take too much room, in small batches.
 
-Jobs, attempts, incidents with their text, checkpoints and devices stay; of an incident only the stacks go with the events.
+Jobs, attempts, incidents with their text, checkpoints, the newest value of each series and devices stay; of an incident only
+the stacks go with the events.
 Nothing of a job that has not ended is touched. A job's events go from its first one on, so that what is left has no gaps.
 """
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, Text, bindparam, cast, delete, func, select, update
+from sqlalchemy import Connection, Text, bindparam, cast, delete, exists, func, select, update
 
-from rsup.supervisor.tables import beats, events, incidents, jobs
+from rsup.supervisor.tables import beats, events, incidents, jobs, metric_points, metric_series
 
 DAY_US = 24 * 3600 * 1_000_000
 
 ROW_BYTES = 120
 """What a row of `events` takes beside its texts, about."""
+
+
+POINT_BYTES = 150
+"""What a point of a curve takes, about."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Limits:
     age_us: int = 30 * DAY_US
     size_bytes: int = 512 * 1024 * 1024
     batch_events: int = 2000
+    batch_series: int = 4
 
 
 def prune(connection: Connection, now_us: int, limits: Limits = Limits()) -> bool:
@@ -34,11 +40,16 @@ def prune(connection: Connection, now_us: int, limits: Limits = Limits()) -> boo
         return True
     if _drop_old_rest(connection, cutoff_us):
         return True
+    job = connection.execute(_job_with_old_curves, {"cutoff_us": cutoff_us}).scalar()
+    if job is not None:
+        _drop_curves(connection, job, limits.batch_series)
+        return True
     if _used_bytes(connection) > limits.size_bytes:
         sizes = connection.execute(_sizes).all()
         if sum(size for _, size in sizes) > limits.size_bytes:
             oldest = sizes[0][0]
-            if not _drop_events(connection, oldest, limits.batch_events):
+            dropped = _drop_events(connection, oldest, limits.batch_events)
+            if not dropped and not _drop_curves(connection, oldest, limits.batch_series):
                 _drop_rest(connection, oldest)
             return True
     return _shrink_file(connection)
@@ -71,8 +82,17 @@ _num_events = (
 _size = _num_events * select(func.coalesce(func.avg(_recent.c.size), 0)).scalar_subquery() + (
     select(func.coalesce(func.sum(_stack_bytes), 0)).where(incidents.c.job == jobs.c.id).correlate(jobs).scalar_subquery()
 )
+_num_points = (
+    select(func.coalesce(func.sum(metric_series.c.num_points), 0))
+    .where(metric_series.c.job == jobs.c.id)
+    .correlate(jobs)
+    .scalar_subquery()
+)
+_size = _size + _num_points * POINT_BYTES
+_has_points = exists().where(metric_points.c.job == jobs.c.id).correlate(jobs)
+_job_with_old_curves = select(jobs.c.id).where(_ended, jobs.c.ended_us < bindparam("cutoff_us"), _has_points).limit(1)
 _sizes = select(jobs.c.id, _size).where(_ended, _size > 0).order_by(jobs.c.ended_us, jobs.c.id)
-"""About how many bytes each ended job's events and stacks take, oldest first; from a sample, so that it costs little."""
+"""About how many bytes each ended job's events, stacks and curves take, oldest first; from a sample, so it costs little."""
 
 _old_beats = delete(beats).where(
     beats.c.job.in_(select(jobs.c.id).where(_ended, jobs.c.ended_us < bindparam("cutoff_us")).scalar_subquery())
@@ -96,6 +116,18 @@ def _drop_events(connection: Connection, job: int, num: int, before_us: int | No
     if last is not None:
         connection.execute(delete(events).where(events.c.job == job, events.c.number <= last))
     return dropped
+
+
+def _drop_curves(connection: Connection, job: int, num: int) -> int:
+    """Drop the points of up to `num` of the job's series; return how many series had some."""
+    of = metric_series.c
+    found = connection.execute(select(of.kind, of.name).where(of.job == job, of.num_points > 0).limit(num)).all()
+    for kind, name in found:
+        points = metric_points.c
+        connection.execute(delete(metric_points).where(points.job == job, points.kind == kind, points.name == name))
+        one = update(metric_series).where(of.job == job, of.kind == kind, of.name == name)
+        connection.execute(one.values(num_points=0))
+    return len(found)
 
 
 def _drop_old_rest(connection: Connection, cutoff_us: int) -> bool:

@@ -16,6 +16,7 @@ from rsup.supervisor.rank_states import OpenRestart as OpenRestart
 from rsup.supervisor.rank_states import RankExit as RankExit
 from rsup.supervisor.records import AttemptSaved, CaseSaved, IncidentSaved, JobKey, JobSaved
 from rsup.supervisor.save_states import Saves as Saves
+from rsup.supervisor.straggler_states import Stragglers as Stragglers
 from rsup.supervisor.wire import (
     AgentInfo,
     AnyCommand,
@@ -268,6 +269,9 @@ class JobState(Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     """In force: the configured ones and those calculated."""
     observed: Observed = Observed()
+    switches: dict[str, bool] = {}
+    """What people have switched on or off (`wire.SWITCHES`); it holds in later attempts, too."""
+    stragglers: Stragglers = Stragglers()
     avoid: list[AvoidedDevice] = []
     """Devices to be avoided from the next attempt on; one with a rank is of an open case of Megatron-LM's rerun machine."""
     reruns: int = 0

@@ -5,7 +5,9 @@ from pathlib import PurePath
 from typing import Any
 
 from rsup.supervisor.case_text import cases_text
+from rsup.supervisor.curve_text import curve_lines
 from rsup.supervisor.render import PLAIN, STATE_COLOURS, Paint, clean, duration, moment, percent, plural, table
+from rsup.supervisor.straggler_text import straggler_lines
 from rsup.supervisor.training_text import time_table, work_lines
 
 Json = Mapping[str, Any]
@@ -56,11 +58,14 @@ def status_text(status: Json, width: int | None = None, paint: Paint = PLAIN) ->
         return f"job {clean(job['name'])} of {clean(job['owner'])}: {job['state']} (only its owner and operators see more)"
     parts = [_header(status, paint)]
     parts += [f"{paint('looks stuck:', 'yellow')} {_suspect(one)}" for one in status["suspects"]]
+    parts += straggler_lines(status.get("stragglers"), paint)
     parts += ["", _ranks(status, width, paint)]
     if status["incidents"]:
         parts += ["", _incidents(status, width, paint)]
     if status["cases"]:
         parts += ["", cases_text(status["cases"][-MAX_CASES:], width, paint)]
+    if curves := status.get("curves"):  # an older supervisor has none
+        parts += ["", *curve_lines(curves, paint)]
     parts += ["", *work_lines(status, paint)]
     if status["goodput"]["ratio"] is not None:
         parts += ["", time_table(status["goodput"], width, paint)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, Table, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rsup.supervisor import history_merge, tables
@@ -29,8 +29,11 @@ _STORY = (
     tables.job_nodes,
     tables.placements,
     tables.beats,
+    tables.stragglers,
 )
 """Tables of a job other than its events."""
+
+_CURVES = (tables.metric_series, tables.metric_points)
 
 Change = Callable[[Callable[[Connection], Any]], Any]
 """Runs a function in one transaction of the target, as `SqlStore.change` does."""
@@ -87,8 +90,19 @@ def _merge_job(read: Connection, job: Row[Any], merged: Merged, write: Connectio
         write.execute(update(tables.jobs).where(tables.jobs.c.id == same).values(values))
     for table in _STORY:
         _copy_rows(read, write, table, job.id, same, overwrite=newer)
+    _copy_curves(read, write, job.id, same, newer)
     merged.new_events += _copy_rows(read, write, tables.events, job.id, same, overwrite=False)
     return same
+
+
+def _copy_curves(read: Connection, write: Connection, job: int, new_job: int, newer: bool) -> None:
+    """The curves of one of the two stores as a whole: points of both would lie on two grids."""
+    if newer:
+        for table in _CURVES:
+            write.execute(delete(table).where(table.c.job == new_job))
+    if newer or not _count(write, tables.metric_series, new_job):
+        for table in _CURVES:
+            _copy_rows(read, write, table, job, new_job, overwrite=False)
 
 
 def _find(write: Connection, job: Row[Any]) -> tuple[int | None, bool, int]:

@@ -29,7 +29,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every schema this release knows, oldest first. A store that names another one is newer than the code."""
 
 HEAD = REVISIONS[-1]
@@ -300,6 +300,64 @@ cases = Table(
     _json("placements"),
     _text("note"),
     Index("ix_cases_opened_us", "opened_us"),
+)
+
+metric_series = Table(  # the series of a job's numbers, with the newest point of each
+    "metric_series",
+    metadata,
+    _job(),
+    _key("kind", Text),
+    _key("name", Text),
+    _number("attempt"),  # whose rank told it last
+    _number("rank"),
+    _number("iteration"),
+    _number("at_us"),
+    _number("consumed_samples"),
+    Column("value", Double, nullable=True),  # None: it was not finite
+    Column("total", Double, nullable=False),  # of all finite values ever told: also of iterations that were done again
+    _number("num_points"),  # rows in `metric_points`
+)
+
+metric_points = Table(  # a point is one iteration, or neighbours put together: `wire.MetricBin`; None where nothing is finite
+    "metric_points",
+    metadata,
+    _job(),
+    _key("kind", Text),
+    _key("name", Text),
+    _key("iteration"),
+    _number("first"),
+    _number("at_us"),
+    _number("consumed_samples"),
+    Column("value", Double, nullable=True),
+    Column("low", Double, nullable=True),
+    Column("high", Double, nullable=True),
+    Column("last", Double, nullable=True),
+    _number("count"),
+    _number("num_non_finite"),
+)
+
+stragglers = Table(
+    "stragglers",
+    metadata,
+    _job(),
+    _key("episode"),
+    _number("attempt"),
+    _number("rank"),
+    _text("device"),
+    _text("node"),
+    _text("section"),
+    _number("from_us"),
+    _number("seen_us"),
+    _number_or_none("to_us"),
+    _number("first"),
+    _number("iteration"),
+    _number("num_reports"),
+    Column("slowdown", Double, nullable=False),
+    Column("individual", Double, nullable=False),
+    _text("cause"),
+    _text("text"),
+    _text("verdict"),
+    Index("ix_stragglers_device_from_us", "device", "from_us"),
 )
 
 evidence = Table(  # what speaks for or against a device or node; append only, but for counts

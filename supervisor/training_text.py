@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rsup.supervisor.curve_text import BAR_COLUMNS, mark_of, time_bar
 from rsup.supervisor.goodput import PARTS
 from rsup.supervisor.render import PLAIN, Paint, clean, duration, moment, percent, plural, table
 
@@ -25,12 +26,17 @@ PART_NAMES = {
 
 
 def time_table(goodput: Json, width: int | None = None, paint: Paint = PLAIN) -> str:
-    """Where the time went: the parts that took some, the unknown ones by name below."""
+    """Where the time went, as a bar and a table: the parts that took some, the unknown ones by name below."""
     wall_s, parts = goodput["wall_s"], goodput["parts"]
     rows = [
-        (PART_NAMES[name], duration(parts[name]), percent(parts[name] / wall_s)) for name in PARTS if wall_s and parts[name]
+        (f"{mark_of(name)} {PART_NAMES[name]}", duration(parts[name]), percent(parts[name] / wall_s))
+        for name in PARTS
+        if wall_s and parts[name]
     ]
-    text = table(("TIME", "TOOK", "SHARE"), [*rows, ("in all", duration(wall_s), percent(1))], width, right=(1, 2), paint=paint)
+    rows.append(("= in all", duration(wall_s), percent(1)))
+    text = table(("  TIME", "TOOK", "SHARE"), rows, width, right=(1, 2), paint=paint)
+    bar = time_bar(goodput, paint, BAR_COLUMNS if width is None else min(width, BAR_COLUMNS))
+    text = f"{bar}\n{text}" if bar else text
     unknown = [PART_NAMES[name] for name in PARTS if parts[name] is None]
     return f"{text}\nunknown: {', '.join(unknown)}" if unknown else text
 

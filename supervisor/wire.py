@@ -18,7 +18,9 @@ Versions: each side sends the range of `WIRE_VERSION`s it speaks (its own and th
 overlap. New fields have defaults and unknown fields are ignored, so an addition needs no new version.
 """
 
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -329,6 +331,159 @@ class CaseReport(Struct, frozen=True):
     """A fault injector was armed in the run."""
 
 
+# ------------------------------------------------------------------------------------------------ metrics and stragglers
+
+METRIC_KINDS = ("training", "validation", "timers", "memory", "straggler", "energy", "end_to_end")
+MAX_METRIC_NAME_BYTES = 64
+MAX_METRICS_A_KIND = 256
+"""Series of one kind, of a job."""
+
+
+class MetricBin(Struct, frozen=True, array_like=True):
+    """What a series was over a stretch of iterations: of one, or of neighbours that were put together to save room.
+
+    Of the finite values the mean, the lowest and the highest: NaN where there are none. `last`: the newest value, whatever it
+    is, for what counts up. `iteration` is the stretch's last, 1-based and global; `at_us` and `consumed_samples` are of it.
+    """
+
+    first: int
+    iteration: int
+    at_us: int
+    consumed_samples: int
+    value: float
+    low: float
+    high: float
+    last: float
+    count: int = 1
+    num_non_finite: int = 0
+    """How many of the `count` values were NaN or infinite."""
+
+    @classmethod
+    def of(cls, iteration: int, at_us: int, consumed_samples: int, value: float) -> "MetricBin":
+        """A single value."""
+        if math.isfinite(value):
+            return cls(iteration, iteration, at_us, consumed_samples, value, value, value, value)
+        nothing = math.nan
+        return cls(iteration, iteration, at_us, consumed_samples, nothing, nothing, nothing, value, 1, 1)
+
+    def joined(self, later: "MetricBin") -> "MetricBin":
+        """This stretch and the next one as one."""
+        num, num_later = self.count - self.num_non_finite, later.count - later.num_non_finite
+        one = self if num else later
+        value, low, high = one.value, one.low, one.high
+        if num and num_later:
+            share = num_later / (num + num_later)
+            value = self.value * (1 - share) + later.value * share
+            low, high = min(self.low, later.low), max(self.high, later.high)
+        return MetricBin(
+            first=min(self.first, later.first),
+            iteration=later.iteration,
+            at_us=later.at_us,
+            consumed_samples=later.consumed_samples,
+            value=value,
+            low=low,
+            high=high,
+            last=later.last,
+            count=self.count + later.count,
+            num_non_finite=self.num_non_finite + later.num_non_finite,
+        )
+
+
+def thinned(bins: Sequence[MetricBin], most: int) -> list[MetricBin]:
+    """At most `most` bins, in which neighbours of `bins` (in order of their iterations) are put together.
+
+    They come to lie on a grid of a power of two of iterations, so that all parts of a curve are equally fine, and thinning what
+    has been thinned gives what thinning all at once would.
+    """
+    kept, width = list(bins), 1
+    while len(kept) > max(1, most):
+        width *= 2
+        groups: list[MetricBin] = []
+        for one in kept:
+            if groups and groups[-1].iteration // width == one.iteration // width:
+                groups[-1] = groups[-1].joined(one)
+            else:
+                groups.append(one)
+        kept = groups
+    return kept
+
+
+STRAGGLER_CAUSES = ("", "thermal", "power", "clocks", "hardware", "host", "data", "work")
+"""Why a rank is slow, as far as that shows: the device runs too hot, short of power, at low clocks, or slows itself down for
+another reason of its own; the host, the data or the rank's share of the work; empty: nothing shows."""
+DEVICE_CAUSES = ("thermal", "power", "clocks", "hardware")
+"""Those that the device's own sensors named."""
+SWITCHES = ("stragglers",)
+"""What people may switch on and off in a running job."""
+MAX_STRAGGLER_RANKS = 16
+"""In each list of a report."""
+
+
+class SectionScore(Struct, frozen=True, array_like=True):
+    """How fast a rank was in a section over the interval of a report. Scores are from 0 (stands still) to 1 (as fast as any).
+
+    `time_s`: per iteration. `relative`: the fastest rank's time / this one's. `individual`: this rank's own best time in the
+    attempt / now.
+    """
+
+    section: str
+    time_s: float
+    relative: float
+    individual: float
+
+
+class DeviceSensors(Struct, frozen=True, array_like=True):
+    """What NVML read off a device, None where it cannot be read."""
+
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttle_reasons: list[str] = []
+
+
+class RankScore(Struct, frozen=True):
+    """One rank in a report. `device`: the UUID of the one it computes on."""
+
+    rank: int
+    device: str
+    node: str
+    sections: list[SectionScore]
+    sensors: DeviceSensors | None = None
+
+
+class Straggler(Struct, frozen=True):
+    """A rank that held the others up over an interval.
+
+    `slowdown`: its time / the fastest rank's, in `section`. `individual`: as in `SectionScore`. `cause`: of `STRAGGLER_CAUSES`.
+    `text`: a sentence for people, with rank, device, node and the cause's figures.
+    """
+
+    rank: int
+    device: str
+    node: str
+    section: str
+    slowdown: float
+    individual: float
+    cause: str = ""
+    text: str = ""
+
+
+class StragglerReport(Struct, frozen=True):
+    """How evenly the ranks ran from `first` to `iteration` (1-based, global, both included).
+
+    `stragglers` are those that are too slow, the slowest first; empty: nobody is. `slowest` and `fastest` are listed in any
+    case, at most `MAX_STRAGGLER_RANKS` each.
+    """
+
+    first: int
+    iteration: int
+    num_ranks: int
+    slowest: list[RankScore] = []
+    fastest: list[RankScore] = []
+    stragglers: list[Straggler] = []
+
+
 # --------------------------------------------------------------------------------------------------- agent: its facts
 
 
@@ -599,6 +754,24 @@ class CaseReported(Fact, frozen=True):
     report: CaseReport
 
 
+class MetricsReported(Fact, frozen=True):
+    """Numbers of the training of one kind (`METRIC_KINDS`) since the last such fact of that rank, by the series' names. Only
+    for a supervisor whose `Welcome` says that it takes them."""
+
+    attempt: int
+    rank: int
+    kind: str
+    series: dict[str, list[MetricBin]]
+
+
+class StragglersReported(Fact, frozen=True):
+    """A report on stragglers, told by one rank. For whom: as `MetricsReported`."""
+
+    attempt: int
+    rank: int
+    report: StragglerReport
+
+
 class HealthReading(Struct, frozen=True):
     """Something that was read off a device: `code` names it, for Xid events the number.
 
@@ -681,6 +854,8 @@ AnyFact = (
     | WorkloadControl
     | DeviceUsed
     | CaseReported
+    | MetricsReported
+    | StragglersReported
     | HealthSeen
     | SignalReceived
     | RequestDone
@@ -828,6 +1003,8 @@ class StartAttempt(Command, frozen=True):
     phase: PhaseStart | None = None
     save_s: float = 0.0
     """How long the job's newest durable save took, 0: none did."""
+    switches: dict[str, bool] = {}
+    """As in `SetLimits`."""
 
 
 class StopAttempt(Command, frozen=True):
@@ -884,9 +1061,11 @@ class StopTraining(Command, frozen=True):
 
 
 class SetLimits(Command, frozen=True):
-    """New limits of the running attempt; handed to the ranks too, which keep them with the checkpoint."""
+    """What holds in the running attempt from now on; handed to the ranks too, which keep the limits with the checkpoint."""
 
     limits: Limits
+    switches: dict[str, bool] = {}
+    """What was switched on or off (`SWITCHES`) while the job ran; names that are not there are as the script has them."""
 
 
 class Park(Command, frozen=True):
@@ -944,6 +1123,8 @@ class Welcome(Struct, frozen=True, tag=True):
     acked_fact: int
     secret_identities: bool = False
     """The connection need not be named after the agent's id."""
+    takes_metrics: bool = False
+    """It knows `MetricsReported` and `StragglersReported`, which an older one would call unknown one by one."""
 
 
 class Refusal(Struct, frozen=True, tag=True):
@@ -1088,6 +1269,19 @@ class RankCase(Struct, frozen=True, tag=True):
     report: CaseReport
 
 
+class RankMetrics(Struct, frozen=True, tag=True):
+    """As `MetricsReported`."""
+
+    kind: str
+    series: dict[str, list[MetricBin]]
+
+
+class RankStragglers(Struct, frozen=True, tag=True):
+    """As `StragglersReported`."""
+
+    report: StragglerReport
+
+
 class RankSetsLimits(Struct, frozen=True, tag=True):
     """As `LimitsSet`. Like `RankControls` it comes through the node's NVRx server."""
 
@@ -1113,6 +1307,8 @@ RankToAgent = (
     | RankSave
     | RankLeaving
     | RankCase
+    | RankMetrics
+    | RankStragglers
     | RankSetsLimits
     | RankControls
 )
@@ -1129,6 +1325,12 @@ class LimitsNow(Struct, frozen=True, tag=True):
     """The limits in force, for `ft_state.json` beside the checkpoint."""
 
     limits: Limits
+
+
+class SwitchesNow(Struct, frozen=True, tag=True):
+    """What people have switched on or off, by the names of `SWITCHES`: told at a rank's hello, and at each change."""
+
+    switches: dict[str, bool]
 
 
 class CaseStored(Struct, frozen=True, tag=True):
@@ -1150,7 +1352,7 @@ class PeersFailed(Struct, frozen=True, tag=True):
     entry: int = 0
 
 
-AgentToRank = SaveNow | LimitsNow | CaseStored | PeersFailed
+AgentToRank = SaveNow | LimitsNow | SwitchesNow | CaseStored | PeersFailed
 
 
 # ----------------------------------------------------------------------------------------------------------- encoding

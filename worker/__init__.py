@@ -13,7 +13,7 @@ Calls come from the training thread; none of them blocks. A section costs well u
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rsup.supervisor import heartbeat_board as _board
@@ -41,12 +41,16 @@ __all__ = [
     "report_case",
     "report_checkpoint",
     "report_leaving",
+    "report_metrics",
     "report_save",
+    "report_straggler",
     "request_done",
     "requested",
+    "requested_switches",
     "restartable",
     "resumed",
     "section",
+    "section_totals",
     "set_iteration",
     "shutdown",
 ]
@@ -68,6 +72,11 @@ def init() -> Session | NoSession:
 def section(name: str) -> SectionLike:
     """The section `name` of this rank (32 bytes of UTF-8, 24 names): a context manager with `enter()` and `exit()`."""
     return (_session or init()).section(name)
+
+
+def section_totals() -> dict[str, tuple[int, int]]:
+    """Of each section of this rank the times it was entered, and the total time in it, in ns; empty outside `rsup launch`."""
+    return (_session or init()).section_totals()
 
 
 def set_iteration(iteration: int, phase: str | None = None) -> None:
@@ -164,6 +173,31 @@ def device_used(uuid: str) -> None:
 def report_case(report: _wire.CaseReport, within_s: float = 10.0) -> bool:
     """Tell what is known of a rerun case, and wait until that is stored, at most `within_s` (0: do not wait); whether it is."""
     return (_session or init()).report_case(report, within_s)
+
+
+def report_metrics(iteration: int, values: Mapping[str, float], consumed_samples: int = 0, kind: str = "training") -> None:
+    """Numbers of `iteration` (1-based, global) for `rsup status`, the page and Prometheus, by name (64 bytes, 256 a kind).
+
+    `kind`: one of `wire.METRIC_KINDS`. Of one series one rank reports, in order; an earlier iteration than the last takes back
+    what was reported from there on. Never blocks; at most a message a second goes out, in which neighbours may be put together.
+    What is no number (a tensor counts as one, and is waited for), and names beyond those bounds, are left out with a warning.
+    """
+    (_session or init()).report_metrics(iteration, values, consumed_samples, kind)
+
+
+def report_straggler(report: _wire.StragglerReport) -> None:
+    """How evenly the ranks ran over an interval. One rank reports it, also where nobody was slow: that ends an episode."""
+    most = _wire.MAX_STRAGGLER_RANKS
+    if max(len(report.slowest), len(report.fastest), len(report.stragglers)) > most:
+        lists = (report.slowest[:most], report.fastest[:most], report.stragglers[:most])
+        report = _wire.StragglerReport(report.first, report.iteration, report.num_ranks, *lists)
+    (_session or init()).send(_wire.RankStragglers(report))
+
+
+def requested_switches() -> Mapping[str, bool]:
+    """What people have switched on or off in the running job (`wire.SWITCHES`, e.g. `{"stragglers": True}`); names that are
+    not there stay as the script has them. Each rank sees a change at its own moment."""
+    return (_session or init()).switches
 
 
 def limits() -> _wire.Limits | None:

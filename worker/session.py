@@ -17,14 +17,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from rsup.supervisor import heartbeat_board as board_layout
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import Board, BoardError, Section, Slot
+from rsup.worker.observe.metric_outbox import MetricOutbox
 
 BEAT_INTERVAL_S = 0.25
 MAX_QUEUED_MESSAGES = 256
@@ -83,9 +85,13 @@ class NoSession:
     attempt = 1
     job_key = ""
     limits: wire.Limits | None = None
+    switches: Mapping[str, bool] = MappingProxyType({})
 
     def section(self, name: str) -> SectionLike:
         return _NO_SECTION
+
+    def section_totals(self) -> dict[str, tuple[int, int]]:
+        return {}
 
     def write(self, field: int, value: int) -> None:
         pass
@@ -114,6 +120,9 @@ class NoSession:
     def report_case(self, report: wire.CaseReport, within_s: float) -> bool:
         return False
 
+    def report_metrics(self, iteration: int, values: Mapping[str, float], consumed_samples: int, kind: str) -> None:
+        pass
+
     def flush(self, within_s: float) -> bool:
         return True
 
@@ -131,6 +140,7 @@ class Session:
         self.attempt = attempt
         self.job_key = job_key
         self.limits: wire.Limits | None = None
+        self.switches: Mapping[str, bool] = MappingProxyType({})
         self.peers_failed: Callable[[wire.PeersFailed], None] | None = None
         """Called by the beat thread, and must not wait: in-process restart listens here."""
         self.agent_pid: int | None = board.owner_pid
@@ -143,6 +153,8 @@ class Session:
         self._heartbeats = 0
         self._flags = 0
         self._outbox: collections.deque[wire.RankToAgent] = collections.deque(maxlen=MAX_QUEUED_MESSAGES)
+        self._metrics = MetricOutbox()
+        self._flushing = False
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._stored_cases: dict[str, str] = {}
@@ -170,6 +182,10 @@ class Session:
             section = _NO_SECTION
         self._sections[name] = section
         return section
+
+    def section_totals(self) -> dict[str, tuple[int, int]]:
+        """Of each section of this rank the times it was entered, and the total of its closed stretches in ns."""
+        return self._slot.section_totals()
 
     def write(self, field: int, value: int) -> None:
         """Write one word of this rank's slot."""
@@ -230,6 +246,10 @@ class Session:
             self._case_stored.clear()
         return False
 
+    def report_metrics(self, iteration: int, values: Mapping[str, float], consumed_samples: int, kind: str) -> None:
+        """Keep these numbers; the session's thread sends them within a second or so. No system call."""
+        self._metrics.take(iteration, values, consumed_samples, kind)
+
     def send(self, message: wire.RankToAgent) -> None:
         """Queue a message to the agent; the oldest is dropped when more than `MAX_QUEUED_MESSAGES` wait."""
         self._outbox.append(message)
@@ -252,11 +272,17 @@ class Session:
     def flush(self, within_s: float) -> bool:
         """Wait until what is queued has been sent, at most `within_s`; whether it was."""
         deadline_s = time.monotonic() + within_s
-        while self._outbox and self._thread.is_alive() and time.monotonic() < deadline_s:
+        self._flushing = True
+        while self._has_unsent and self._thread.is_alive() and time.monotonic() < deadline_s:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wakeup_fd, 1)
             time.sleep(0.001)
-        return not self._outbox
+        self._flushing = False
+        return not self._has_unsent
+
+    @property
+    def _has_unsent(self) -> bool:
+        return bool(self._outbox) or not self._metrics.is_empty
 
     def _hello(self) -> wire.RankHello:
         return wire.RankHello(self.rank, self.attempt, os.getpid(), self._device_uuid, self._takes_requests)
@@ -280,9 +306,19 @@ class Session:
                     poller.unregister(self._link)
                     self._link.close()
                     self._link = None
+            is_closing = self._closing
             self._flush()
-            if self._closing:
+            self._send_metrics(all_of_it=is_closing or self._flushing)
+            if is_closing:
                 return
+
+    def _send_metrics(self, *, all_of_it: bool) -> None:
+        """Behind the queue, and only where that is empty: numbers must not push out what others wait for."""
+        if self._outbox or (self._metrics.is_empty and not all_of_it):
+            return
+        for message in self._metrics.due(time.monotonic(), all_of_it=all_of_it):
+            self._outbox.append(message)
+        self._flush()
 
     def _flush(self) -> None:
         while self._outbox:
@@ -318,6 +354,8 @@ class Session:
         elif isinstance(message, wire.CaseStored):
             self._stored_cases[message.case_id] = message.verdict
             self._case_stored.set()
+        elif isinstance(message, wire.SwitchesNow):
+            self.switches = MappingProxyType(message.switches)
         elif isinstance(message, wire.PeersFailed):
             if self.peers_failed is not None:
                 self.peers_failed(message)

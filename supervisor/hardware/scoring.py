@@ -22,7 +22,7 @@ MAX_WEIGHED = 256
 ROUNDED = 1e-6
 """Scores are rounded to it."""
 TAKEN_BACK = "the fault followed the rank to another board"
-_MAYBE_THE_PROGRAM = ("hang", "rank-lost")
+_MAYBE_THE_PROGRAM = ("hang", "rank-lost", "straggler")
 """Sources that a faulty program feeds as well: runs of one job id count as one episode."""
 
 

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, FastAPI
 
-from rsup.supervisor.rest import cases, gate, hardware, hardware_changes, health, history, jobs, page, problems
+from rsup.supervisor.rest import cases, gate, hardware, hardware_changes, health, history, jobs, metrics, page, problems
 from rsup.supervisor.rest.context import RestContext
 from rsup.supervisor.rest.guards import Guard
 from rsup.supervisor.wire import RELEASE
@@ -16,7 +16,7 @@ def make_app(context: RestContext) -> FastAPI:
     app = FastAPI(title="rsup", version=RELEASE, description=DESCRIPTION, docs_url=None, redoc_url=None)
     app.state.context = context
     api = APIRouter(prefix="/api/v1")
-    for resource in (jobs, cases, gate, hardware_changes, hardware, history):
+    for resource in (metrics, jobs, cases, gate, hardware_changes, hardware, history):
         api.include_router(resource.router)
     for router in (api, health.router, page.router):
         app.include_router(router)

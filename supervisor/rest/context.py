@@ -27,7 +27,7 @@ from rsup.supervisor.wire import SupervisorInfo
 
 @dataclass(frozen=True)
 class Change:
-    """What somebody asks for. `verb` is `stop`, `checkpoint` or `fence` (of `node`); `reason` is theirs, cleaned and
+    """What somebody asks for. `verb` is a kind of `events.OperatorAsked` (`fence` of `node`); `reason` is theirs, cleaned and
     bounded; `dry_run`: only the answer is wanted."""
 
     verb: str

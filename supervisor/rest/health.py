@@ -10,12 +10,14 @@ from fastapi import APIRouter, Request, Response
 from sqlalchemy import RowMapping
 
 from rsup.supervisor import metrics, views
+from rsup.supervisor.metric_views import live_values
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rest.context import Context
 from rsup.supervisor.rest.guards import Asker
 from rsup.supervisor.rest.problems import documented, problem
 from rsup.supervisor.slurm.drain_status import metrics_of
 from rsup.supervisor.training_views import live_training
+from rsup.supervisor.value_metrics import value_metrics
 from rsup.supervisor.wire import RELEASE, now_us
 
 MAX_LOOP_AGE_S = 10.0
@@ -57,6 +59,7 @@ def prometheus(context: Context, asker: Asker) -> Response:
         training = live_training(
             connection, asker.may_read, lambda row: _reached(context.live.beats(_key_of(row))), now_us(), MAX_JOBS
         )
+        values = live_values(connection, [row["id"] for row, _ in training])
     ages_s = {metrics.job_label(job): _beat_ages_s(context.live.beats(_key(job))) for job in live_jobs}
     every = [age for ages in ages_s.values() for age in ages]
     families += metrics.live_metrics(RELEASE, every, context.live.loop_age_s(), context.live.counters())
@@ -64,6 +67,7 @@ def prometheus(context: Context, asker: Asker) -> Response:
         families += metrics_of(context.gates.status(), context.gates.counters, now_us())
     families += metrics.job_metrics([job for job in live_jobs if asker.may_read(job["owner"])], ages_s)
     families += metrics.training_metrics(training)
+    families += value_metrics([row for row, _ in training], values)
     return Response(metrics.render(families), media_type=metrics.CONTENT_TYPE)
 
 

@@ -138,20 +138,20 @@ def job_stacks(
 @router.post("/{job:path}/stop", status_code=202)
 def stop_job(asked: Asked, body: ChangeBody | None = None) -> Json:
     """Ask the ranks to save and leave; ranks that cannot are signalled."""
-    return _change(asked, "stop", body or ChangeBody(reason="", dry_run=False))
+    return change_job(asked, "stop", body or ChangeBody(reason="", dry_run=False))
 
 
 @router.post("/{job:path}/checkpoint", status_code=202)
 def checkpoint_job(asked: Asked, body: ChangeBody | None = None) -> Json:
     """Ask the ranks for a checkpoint at their next common iteration."""
-    return _change(asked, "checkpoint", body or ChangeBody(reason="", dry_run=False))
+    return change_job(asked, "checkpoint", body or ChangeBody(reason="", dry_run=False))
 
 
 @router.post("/{job:path}/fence", status_code=202)
 def fence_node(asked: Asked, operator: Operator, body: FenceBody) -> Json:
     """Operators only. Declare a node dead that does not answer: whoever asks is sure that no process of the job lives on it.
     The job then goes on without it; were its ranks alive, two attempts could write the same checkpoints."""
-    return _change(asked, "fence", body, body.node)
+    return change_job(asked, "fence", body, body.node)
 
 
 @router.get("/{job:path}")  # after the others: an id may hold slashes
@@ -182,12 +182,15 @@ def _is_part_of_a_job(connection: Connection, asked: AskedJob) -> bool:
     return True
 
 
-def _change(asked: AskedJob, verb: str, body: ChangeBody, node: str = "") -> Json:
+def change_job(asked: AskedJob, verb: str, body: ChangeBody, node: str = "") -> Json:
+    """Have the loop take up a change of `verb` (a kind of `events.OperatorAsked`), and answer with what it says."""
     context = asked.context
-    with asked.readable(f"may {verb} it") as (connection, found):
+    what = verb.partition("-")[0]
+    with asked.readable(f"may {what} it" if what == verb else f"may switch {what}") as (connection, found):
         fields = _status(context, connection, found, stacks=False)["job"]
     if found.phase == "ended":
-        raise refused(409, f"job {found.key} has ended (exit code {fields['exit_code']}): there is nothing to {verb}")
+        over = f"job {found.key} has ended (exit code {fields['exit_code']})"
+        raise refused(409, f"{over}: there is nothing to {verb if what == verb else 'switch'}")
     change = Change(verb, found.key, asked.asker, clean(body.reason), clean(node), body.dry_run)
     try:
         reply = context.submit(change).result(context.reply_timeout_s)
@@ -197,7 +200,7 @@ def _change(asked: AskedJob, verb: str, body: ChangeBody, node: str = "") -> Jso
         ) from None
     if not reply.done:
         raise refused(409, reply.message)
-    answer = {"verb": verb, "dry_run": body.dry_run, "request_id": reply.request_id, "message": reply.message}
+    answer = {"verb": what, "dry_run": body.dry_run, "request_id": reply.request_id, "message": reply.message}
     return {"job": views.public_fields(fields), **answer}
 
 

@@ -214,6 +214,8 @@ function drawJob(status) {
   drawWork(status);
   drawTime(status.goodput);
   drawSuspects(status.suspects);
+  drawStragglers(status.stragglers);
+  drawCurves(status.curves || []);
   drawTimeline(status);
   drawRanks(status.ranks, job);
   drawIncidents(status.incidents, status.counts.incidents);
@@ -298,6 +300,104 @@ function drawSuspects(suspects) {
   byId("suspects").hidden = suspects.length === 0;
   byId("suspects").textContent = shown(suspects.map((one) =>
     `Looks stuck: ${one.text}${one.node ? `, on ${one.node}` : ""} (nothing was killed)`).join("\n"));
+}
+
+function drawStragglers(found) {
+  const now = found ? found.episodes.filter((one) => one.goes_on) : [];
+  byId("stragglers").hidden = now.length === 0;
+  byId("stragglers").textContent = shown(now.map((one) => `Straggler: ${one.text} (since iteration ${one.first_iteration})`).join("\n"));
+}
+
+// ------------------------------------------------------------------------------------------------ curves
+
+const CURVE_WIDTH = 320;
+const CURVE_HEIGHT = 96;
+const UNITS = { "iteration-time": " s" };
+let curvesDrawn = "";
+
+function vector(tag, attributes, children = []) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "not finite";
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(3);
+  return String(Number(value.toPrecision(5)));
+}
+
+function drawCurves(curves) {
+  const drawn = curves.filter((one) => one.points.length);
+  byId("curves-part").hidden = drawn.length === 0;
+  const content = JSON.stringify([place, drawn]);
+  if (!drawn.length || content === curvesDrawn) return; // drawn anew they would lose what the mouse points at
+  curvesDrawn = content;
+  const last = drawn[0].points[drawn[0].points.length - 1];
+  byId("curves-note").textContent = `up to iteration ${last[0]}`;
+  byId("curves").replaceChildren(...drawn.map(curveCard));
+}
+
+// Points: iteration, time, value, lowest, highest. The band shows what lies in points that stand for several iterations.
+function curveCard({ name, points, num_non_finite: bad }) {
+  const known = points.filter((one) => one[2] !== null);
+  const low = Math.min(...known.map((one) => one[3]));
+  const high = Math.max(...known.map((one) => one[4]));
+  const newest = points[points.length - 1];
+  const head = element("p", {}, [element("b", { text: name }), element("span", { text: number(newest[2]) + (newest[2] === null ? "" : UNITS[name] || "") })]);
+  const foot = element("p", { cls: "meta" }, [
+    element("span", { text: `iteration ${points[0][0]}` }),
+    element("span", { text: bad ? `${bad} not finite` : "", cls: bad ? "bad" : "" }),
+    element("span", { text: points.length > 1 ? String(newest[0]) : "" }),
+  ]);
+  const card = element("figure", { cls: "curve" }, [head]);
+  if (known.length) {
+    const range = element("p", { cls: "meta range" }, [element("span", { text: `${number(low)} to ${number(high)}` })]);
+    card.append(range, curve(points, low, high));
+  }
+  card.append(foot);
+  return card;
+}
+
+function curve(points, low, high) {
+  const first = points[0][0];
+  const span = Math.max(1, points[points.length - 1][0] - first);
+  const x = (one) => points.length > 1 ? (one[0] - first) * CURVE_WIDTH / span : CURVE_WIDTH / 2;
+  const y = (value) => high > low ? CURVE_HEIGHT - 3 - (value - low) * (CURVE_HEIGHT - 6) / (high - low) : CURVE_HEIGHT / 2;
+  const at = (one, value) => `${x(one).toFixed(1)},${y(value).toFixed(1)}`;
+  const picture = vector("svg", { viewBox: `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+  for (const run of runsOf(points)) {
+    if (run.some((one) => one[3] < one[4])) {
+      const outline = [...run.map((one) => at(one, one[4])), ...[...run].reverse().map((one) => at(one, one[3]))];
+      picture.append(vector("polygon", { class: "band", points: outline.join(" ") }));
+    }
+    const alone = run.length === 1 ? [run[0], run[0]] : run;
+    picture.append(vector("polyline", { class: alone === run ? "line" : "line dot", points: alone.map((one) => at(one, one[2])).join(" ") }));
+  }
+  for (const gap of points.filter((one) => one[2] === null)) {
+    picture.append(vector("line", { class: "gap", x1: x(gap), x2: x(gap), y1: 0, y2: CURVE_HEIGHT }));
+  }
+  const title = vector("title", {});
+  picture.append(title);
+  picture.addEventListener("mousemove", (event) => {
+    const box = picture.getBoundingClientRect();
+    const wanted = first + (event.clientX - box.left) * span / Math.max(1, box.width);
+    const near = points.reduce((best, one) => Math.abs(one[0] - wanted) < Math.abs(best[0] - wanted) ? one : best);
+    title.textContent = `iteration ${near[0]}, ${clock(new Date(near[1] / 1000).toISOString())}: ${number(near[2])}`;
+  });
+  return picture;
+}
+
+// The curve is cut where nothing was finite.
+function runsOf(points) {
+  const runs = [[]];
+  for (const one of points) {
+    if (one[2] === null) runs.push([]);
+    else runs[runs.length - 1].push(one);
+  }
+  return runs.filter((run) => run.length);
 }
 
 function bar(cls, from, to, span, title) {

@@ -14,12 +14,14 @@ from tests.bench import (
     bench_inprocess,
     bench_launch,
     bench_leaving,
+    bench_observe,
     bench_rerun,
     bench_restart,
     bench_saves,
     bench_sections,
     bench_snapshot,
     bench_takeover,
+    bench_writers,
 )
 from tests.bench.table import Row, print_table
 
@@ -43,6 +45,8 @@ def main() -> None:
         bench_checks,
         bench_rerun,
         bench_snapshot,
+        bench_observe,
+        bench_writers,
     ):
         rows += bench.main()
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F', time.gmtime())}")

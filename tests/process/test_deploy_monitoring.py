@@ -14,7 +14,11 @@ import pytest
 import yaml
 
 from rsup.supervisor import metrics
+from rsup.supervisor.records import JobKey
 from rsup.supervisor.slurm.drain_status import Counters, metrics_of
+from rsup.supervisor.states import JobState, Stragglers, encode
+from rsup.supervisor.value_metrics import value_metrics
+from rsup.supervisor.wire import JobSpec
 from tests.process.supervised_agent import MAIN, served
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -36,6 +40,18 @@ def a_training() -> dict[str, Any]:
         "saves": {"failed": 1},
     }
     return {"goodput": {"parts": {"productive": 5.0}, "ratio": 0.9}, "work": work, "in_process_restarts": 0}
+
+
+def a_state_with_stragglers() -> bytes:
+    """Of a job whose ranks have reported."""
+    state = JobState(key=JobKey("c", "ann", "7", 1), spec=JobSpec(), created_us=1, stragglers=Stragglers(num_reports=1))
+    return encode(state)
+
+
+def some_values() -> list[Any]:
+    """Rows of `metric_series`, as far as metrics go."""
+    named = (("training", "lm loss"), ("training", "skipped-iterations"), ("training", "nan-iterations"))
+    return [{"kind": kind, "name": name, "value": 2.5, "total": 3.0} for kind, name in named]
 
 
 def a_slurm_status() -> dict[str, Any]:
@@ -70,6 +86,7 @@ def known(own_directories: Path) -> Known:
     row: Any = {"cluster": "c", "owner": "ann", "job_id": "7", "run": 1}
     families = [*metrics.job_metrics([JOB], {"c/ann/7.1": [0.5]}), *metrics.training_metrics([(row, a_training())])]
     families += metrics_of(a_slurm_status(), a_slurm_count(), 2_000_000)
+    families += value_metrics([row | {"id": 1, "state": a_state_with_stragglers()}], {1: some_values()})
     return labels_by_name(text + metrics.render(families))
 
 

@@ -94,7 +94,7 @@ def test_people_see_tables_without_markup_or_escapes(announced: Served, capsys: 
         assert word in shown, word
     assert "\x1b" not in shown and "\x07" not in shown
     assert CASE in told(capsys, "status", "t1")[0]
-    assert f"Rerun case {CASE}: persistent" in told(capsys, "report", "t1")[0]
+    assert f"Rerun case {CASE}: persistent" in told(capsys, "report", "t1", "--text")[0]
     opened = told(capsys, "cases", "show", "evil-a1-i5")[0]
     assert "open" in opened and "replaying the iteration" in opened
 

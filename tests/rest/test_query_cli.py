@@ -126,7 +126,7 @@ def test_people_see_tables(announced: Served, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_report_tells_how_it_was_found_and_what_was_lost(story: SqlStore, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = told(capsys, "report", "t1")
+    out, _ = told(capsys, "report", "t1", "--text")
     for part in (
         "Job t1.2 of ann: succeeded, exit code 0",
         "found by     exit of the process, after 10 ms",
@@ -136,12 +136,12 @@ def test_a_report_tells_how_it_was_found_and_what_was_lost(story: SqlStore, caps
         "6 checkpoints, the last of iteration 60",
     ):
         assert part in out
-    assert "Nothing went wrong" in told(capsys, "report", "t1.1")[0]
+    assert "Nothing went wrong" in told(capsys, "report", "t1.1", "--text")[0]
     assert "Incident 1" in json.loads(told(capsys, "report", "t1", "--json")[0])["report"]
 
 
 def test_control_characters_of_a_job_do_not_reach_the_terminal(story: SqlStore, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["events", "t1"], ["stacks", "t1"], ["report", "t1"], ["status", "t1"], ["jobs"]):
+    for words in (["events", "t1"], ["stacks", "t1"], ["report", "t1", "--text"], ["status", "t1"], ["jobs"]):
         out = told(capsys, *words)[0]
         assert out and "\x1b" not in out and "\x07" not in out, words
 

@@ -24,6 +24,9 @@ ROLES: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("GET", "/api/v1/jobs/t1/events"): (401, 403, 200, 200),
     ("GET", "/api/v1/jobs/t1/incidents"): (401, 403, 200, 200),
     ("GET", "/api/v1/jobs/t1/stacks"): (401, 403, 200, 200),
+    ("GET", "/api/v1/jobs/t1/metrics"): (401, 403, 200, 200),
+    ("GET", "/api/v1/jobs/t1/stragglers"): (401, 403, 200, 200),
+    ("POST", "/api/v1/jobs/t1/stragglers"): (401, 422, 422, 422),
     ("GET", EVIL_PATH): (401, 200, 200, 200),
     ("GET", f"{EVIL_PATH}/ranks"): (401, 403, 403, 200),
     ("GET", f"{EVIL_PATH}/events"): (401, 403, 403, 200),
@@ -172,7 +175,7 @@ def test_what_is_not_there_is_a_problem_too(served: Served) -> None:
     client = served.client()
     assert "/docs" in problem_of(client.get("/api/v2/jobs"), 404)
     assert "DELETE" in problem_of(client.delete("/api/v1/jobs"), 405)
-    for path in ("/api/v1/jobs/t1/metrics", "/api/v1/jobs/shared/nothing"):
+    for path in ("/api/v1/jobs/t1/numbers", "/api/v1/jobs/shared/nothing"):
         assert problem_of(client.get(path), 404) == f"there is nothing at {path}; /docs lists what there is"
     assert "no job 'nobody/t9'" in problem_of(client.get("/api/v1/jobs/nobody/t9"), 404)
     problem_of(client.get("/static/..%2fapp.py"), 404)

@@ -101,11 +101,16 @@ CASES: list[Case] = [
     ),
     ("--fp16 without --loss-scale", {"fp16": True}, "use --bf16, or a fixed --loss-scale", {"loss_scale": 1024.0}),
     ("validate_result in the step", {"checks_on_host": True}, "DeviceChecks", {"checks_on_host": False}),
-    ("--timing-log-level 1", {"timing_log_level": 1}, "use --timing-log-level 0", {"timing_log_level": 0}),
+    (
+        "--timing-log-level 1",
+        {"timing_log_level": 1},
+        "use --timing-mode event, or --timing-log-level 0",
+        {"timing_log_level": 0},
+    ),
     (
         "--timing-log-level 2",
         {"timing_log_level": 2, "cuda_graph_impl": "none", "optimizer_cuda_graph": True},
-        "use --timing-log-level 0",
+        "use --timing-mode event, or --timing-log-level 0",
         {"timing_log_level": 0},
     ),
     ("--log-straggler", {"log_straggler": True}, "eager=True", {"log_straggler": False}),

@@ -142,11 +142,15 @@ def test_a_run_that_is_over_before_its_graph_is_warned_of(runs) -> None:
         ("--cuda-graph-modules attn", "--cuda-graph-modules is not available yet"),
         ("--cuda-graph-impl full_iteration --inference-cuda-graph-scope block", "never go into graphs of their own"),
         ("--inference-cuda-graph-scope block", "--inference-cuda-graph-scope is no option of this trainer"),
-        ("--cuda-graph-impl full_iteration --log-straggler", "--log-straggler does not go with"),
-        ("--cuda-graph-impl full_iteration --timing-log-level 1", "--timing-log-level 1 does not go with"),
-        ("--cuda-graph-impl full_iteration --timing-log-level=0", "--timing-log-level is not available yet"),
-        ("--cuda-graph-impl full_iteration --timing-log-level x", "--timing-log-level is not available yet"),
-        ("--cuda-graph-impl full_iteration --save-wgrads", "dump hooks (--save-wgrads) does not go with"),
+        (
+            "--cuda-graph-impl full_iteration --timing-log-level 1 --timing-mode sync",
+            "--timing-log-level 1 does not go with a CUDA graph",
+        ),
+        (
+            "--cuda-graph-impl full_iteration --straggler-ctrlr-port 65535",
+            "--straggler-ctrlr-port is no option of this trainer",
+        ),
+        ("--cuda-graph-impl full_iteration --save-wgrads", "--save-wgrads needs --save: dumps lie beside"),
         ("--cuda-graph-impl full_iteration --moe-input-jitter-eps 0.1", "--moe-input-jitter-eps is not available yet"),
         (
             "--cuda-graph-impl full_iteration --moe-input-jitter-eps 0.1 --recompute-granularity full",

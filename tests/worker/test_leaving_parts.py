@@ -15,6 +15,7 @@ from rsup.worker.deadline import ASSUMED_SAVE_S, SAVE_FACTOR, WAY_OUT_S, Deadlin
 from rsup.worker.exit_signals import ExitSignals
 from rsup.worker.leaving import Leaving
 from rsup.worker.phases import JobPhase, current_phase
+from rsup.worker.reference.batch_sizes import BatchSizes
 from rsup.worker.reference.phase_start import FROM_THE_BEGINNING, PhaseStart, begin_of_phase
 
 # ---------------------------------------------------------------------------------------------------------------- deadline
@@ -143,7 +144,7 @@ def test_the_phase_comes_from_the_environment() -> None:
 def test_where_a_phase_began(
     phase: JobPhase | None, transitions: tuple[int, ...], iteration: int, samples: int, saved: PhaseStart, start: PhaseStart
 ) -> None:
-    assert begin_of_phase(phase, transitions, iteration, samples, saved, 8) == start
+    assert begin_of_phase(phase, transitions, iteration, samples, saved, BatchSizes(8).consumed_after) == start
 
 
 # ------------------------------------------------------------------------------------------------------------ a plain loop

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rsup.worker.loader_state import LoaderStateError, ResumableLoader, loader_tensors, restore_loader, tensor_name
+from rsup.worker.reference.batch_sizes import BatchSizes
 from rsup.worker.reference.data import load_text
 from rsup.worker.reference.micro_batches import MicroBatches
 from rsup.worker.rerun.data_iterator import RerunDataIterator
@@ -170,10 +171,10 @@ def test_another_number_of_ranks_is_an_error_unless_the_loader_can_divide_its_st
 
 def test_the_trainers_loader() -> None:
     text, _ = load_text(None, 8, 1)
-    loader = ResumableLoader(MicroBatches(text, 0, 2, 4, 8, lambda iteration: False), required=True)
+    loader = ResumableLoader(MicroBatches(text, 0, 2, 4, BatchSizes(8), lambda iteration: False), required=True)
     next(loader)
     loader.consumed()
     kept, wanted = loader_tensors(loader, 0)[tensor_name(0)], next(loader)["text"]
-    again = ResumableLoader(MicroBatches(text, 0, 2, 4, 8, lambda iteration: False))
+    again = ResumableLoader(MicroBatches(text, 0, 2, 4, BatchSizes(8), lambda iteration: False))
     restore_loader(again, {0: kept}, 0, 1, num_saved=1)
     assert torch.equal(next(again)["text"], wanted)

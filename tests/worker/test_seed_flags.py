@@ -32,12 +32,14 @@ from rsup.worker.inprocess.leftovers import Leftovers
 from rsup.worker.inprocess.settings import InProcessSettings
 from rsup.worker.inprocess.timings import RestartTimings
 from rsup.worker.inprocess.wrapping import _Run
+from rsup.worker.observe.timers import Timers
 from rsup.worker.reference import graph_training
 from rsup.worker.reference.command_line import make_parser, parse_options
 from rsup.worker.reference.hooks import make_sections
 from rsup.worker.reference.later_options import STILL_TO_COME
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import joined
+from rsup.worker.reference.run_parts import log_options
 from rsup.worker.reference.trainer import Trainer
 from rsup.worker.rerun.contract import RankDevice
 
@@ -82,20 +84,20 @@ SEED_FLAGS = [
     ("--exit-interval", None, "1.4", IMPLEMENTED),
     ("--phase-transition-iterations", (), "1.4", IMPLEMENTED),
     ("--log-interval", ANY, "2.1", IMPLEMENTED),
-    ("--log-throughput", False, "2.1", LATER),
-    ("--log-num-zeros-in-grad", False, "2.1", LATER),
-    ("--log-energy", False, "2.1", LATER),
-    ("--tensorboard-log-interval", 1, "2.1", LATER),
-    ("--log-loss-scale-to-tensorboard", True, "2.1", LATER),
-    ("--log-world-size-to-tensorboard", False, "2.1", LATER),
-    ("--log-memory-to-tensorboard", False, "2.1", LATER),
-    ("--timing-log-level", 0, "2.2", LATER),
-    ("--timing-log-option", "minmax", "2.2", LATER),
-    ("--no-barrier-with-level-1-timing", False, "2.2", LATER),
-    ("--log-straggler", False, "2.2", LATER),
-    ("--log-memory-interval", None, "2.3", LATER),
-    ("--save-grads", False, "2.4", LATER),
-    ("--save-wgrads", False, "2.4", LATER),
+    ("--log-throughput", False, "2.1", IMPLEMENTED),
+    ("--log-num-zeros-in-grad", False, "2.1", IMPLEMENTED),
+    ("--log-energy", False, "2.1", IMPLEMENTED),
+    ("--tensorboard-log-interval", 1, "2.1", IMPLEMENTED),
+    ("--log-loss-scale-to-tensorboard", True, "2.1", IMPLEMENTED),
+    ("--log-world-size-to-tensorboard", False, "2.1", IMPLEMENTED),
+    ("--log-memory-to-tensorboard", False, "2.1", IMPLEMENTED),
+    ("--timing-log-level", 0, "2.2", IMPLEMENTED),
+    ("--timing-log-option", "minmax", "2.2", IMPLEMENTED),
+    ("--no-barrier-with-level-1-timing", False, "2.2", IMPLEMENTED),
+    ("--log-straggler", False, "2.2", IMPLEMENTED),
+    ("--log-memory-interval", None, "2.3", IMPLEMENTED),
+    ("--save-grads", False, "2.4", IMPLEMENTED),
+    ("--save-wgrads", False, "2.4", IMPLEMENTED),
     ("--cuda-graph-impl", "none", "3", IMPLEMENTED),
     ("--cuda-graph-warmup-steps", 3, "3.1", IMPLEMENTED),
     ("--cuda-graph-use-single-mempool", True, "3.1", IMPLEMENTED),
@@ -546,6 +548,61 @@ def copies_in_flight_are_limited(bench: Bench) -> None:
     assert offload is not None and offload.max_inflight == 2
 
 
+IN_THE_LOG = {
+    "--log-throughput": ("log_throughput", True),
+    "--log-energy": ("log_energy", True),
+    "--log-memory-to-tensorboard": ("log_memory", True),
+    "--log-world-size-to-tensorboard": ("log_world_size", True),
+    "--no-log-loss-scale-to-tensorboard": ("log_loss_scale", False),
+    "--tensorboard-log-interval=3": ("writer_interval", 3),
+    "--timing-log-option=all": ("timer_option", "all"),
+}
+"""What a flag changes in the training log's options. That each of these works: `test_training_log.py`."""
+
+
+def reaches_the_log(argument: str) -> Callable[[Bench], None]:
+    def reaches(bench: Bench) -> None:
+        field, value = IN_THE_LOG[argument]
+        made = [log_options(parse_options(words)) for words in ([], [argument])]
+        assert [getattr(options, field) == value for options in made] == [False, True]
+
+    return reaches
+
+
+def zeros_are_counted(bench: Bench) -> None:
+    for flags, is_counted in (((), False), (("--log-num-zeros-in-grad",), True)):
+        assert (re.search(r"num zeros: \d+ \|", bench.text("--iterations", "1", *flags)) is not None) == is_counted
+
+
+def memory_is_reported_at_intervals(bench: Bench) -> None:
+    said = re.findall(r"\(after (\d+) iterations\) memory", bench.text("--iterations", "8", "--log-memory-interval", "3"))
+    assert said == ["1", "3", "6"]
+
+
+def stragglers_are_looked_for(bench: Bench) -> None:
+    for flags, is_said in (((), False), (("--log-straggler",), True)):
+        assert (" stragglers, iterations" in bench.text("--iterations", "4", "--log-interval", "2", *flags)) == is_said
+
+
+def timers_have_levels(bench: Bench) -> None:
+    seen = [bench.text("--iterations", "2", "--timing-log-level", level) for level in "012"]
+    assert ["forward-backward .." in text for text in seen] == [False, True, True]
+    assert ["forward-compute .." in text for text in seen] == [False, False, True]
+
+
+def ranks_meet_at_timers(bench: Bench) -> None:
+    for flags, meet in (((), True), (("--no-barrier-with-level-1-timing",), False)):
+        timers = made_of("--timing-log-level", "1", *flags)[0]._observed.timers
+        assert isinstance(timers, Timers) and timers._barrier_with_level_1 is meet
+
+
+def gradients_are_dumped(bench: Bench) -> None:
+    for flag, labels in (("--save-wgrads", {"wgrads"}), ("--save-grads", {"wgrads", "dgrads"})):
+        save = bench.save.with_name(flag)
+        bench.text("--iterations", "2", "--save", str(save), "--save-interval", "2", flag)
+        assert {path.parts[-3] for path in save.glob("*/iter_0000002/mp_rank_00.pth")} == labels
+
+
 EFFECTS: dict[str, Callable[[Bench], None]] = {
     "--cuda-graph-impl": iterations_become_a_graph,
     "--cuda-graph-warmup-steps": the_graphs_warm_up,
@@ -578,6 +635,20 @@ EFFECTS: dict[str, Callable[[Bench], None]] = {
     "--exit-interval": the_interval_ends_it,
     "--phase-transition-iterations": a_phase_ends_it,
     "--log-interval": lines_come_at_intervals,
+    "--log-throughput": reaches_the_log("--log-throughput"),
+    "--log-energy": reaches_the_log("--log-energy"),
+    "--log-memory-to-tensorboard": reaches_the_log("--log-memory-to-tensorboard"),
+    "--log-world-size-to-tensorboard": reaches_the_log("--log-world-size-to-tensorboard"),
+    "--log-loss-scale-to-tensorboard": reaches_the_log("--no-log-loss-scale-to-tensorboard"),
+    "--tensorboard-log-interval": reaches_the_log("--tensorboard-log-interval=3"),
+    "--timing-log-option": reaches_the_log("--timing-log-option=all"),
+    "--timing-log-level": timers_have_levels,
+    "--no-barrier-with-level-1-timing": ranks_meet_at_timers,
+    "--log-num-zeros-in-grad": zeros_are_counted,
+    "--log-memory-interval": memory_is_reported_at_intervals,
+    "--log-straggler": stragglers_are_looked_for,
+    "--save-grads": gradients_are_dumped,
+    "--save-wgrads": gradients_are_dumped,
     "--attention-dropout": attention_dropout_changes_the_result,
     "--hidden-dropout": hidden_dropout_changes_the_result,
 }

@@ -219,7 +219,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "--timing-log-level",
         "timers in the step wait for the device, which no capture allows, and after the capture they would not run at all",
-        "use --timing-log-level 0",
+        "use --timing-mode event, or --timing-log-level 0",
         lambda f: f.timing_log_level >= 1,
         lambda f: f.timing_log_level,
         _anything,
@@ -270,8 +270,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "--rampup-batch-size",
         "the number of micro-batches changes, and a graph replays the one it was captured with",
-        "set on_change to eager or recapture, or leave it out",
+        "leave it out",
         lambda f: f.rampup_batch_size is not None and f.on_change == OnChange.RAISE,
+        in_code="set on_change to eager or recapture",
     ),
     Constraint(
         "--variable-seq-lengths",

@@ -46,7 +46,7 @@ class GraphFacts:
     checks_on_host: bool = False
     """`validate_result` and the like, or `.item()` on a loss, are called inside of the step."""
     timing_log_level: int = 0
-    """Of timers inside of the step."""
+    """Of timers inside of the step that wait for the device."""
     log_straggler: bool = False
     dump_options: tuple[str, ...] = ()
     """Options in use whose Python hooks write out activations, gradients or counts from inside of the step."""

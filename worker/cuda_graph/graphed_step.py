@@ -16,8 +16,9 @@ the first pass of a run), an iteration runs to its end before the next is launch
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from rsup.worker.cuda_graph.device_checks import DeviceChecks
 from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
 from rsup.worker.cuda_graph.late_reader import LateReader, Ticket
 from rsup.worker.cuda_graph.optimizer_graph import OptimizerGraph
+from rsup.worker.observe.timer_contract import OFF, TimerLike
 from rsup.worker.rerun.contract import Exit, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.machine import GO_ON
@@ -41,6 +43,8 @@ class Settled(NamedTuple):
     grad_norm: float | None = None
     skipped: bool = False
     """Its data is used up, and parameters are as they were before it."""
+    figures: Mapping[str, float] = MappingProxyType({})
+    """What `GraphedStep` was asked to measure behind the update, by name; empty where nothing was computed."""
 
 
 class StepReport(NamedTuple):
@@ -86,7 +90,10 @@ class GraphedStep:
     gradient checks, in their order. `schedule`: fills the device tensors that change with the iteration (a weight decay, a
     flag): called before each pass and each update of an iteration, so also when one runs again after the next was launched.
     `before_pass`: see `BeforePass`. `on_replay`: called before each further pass of an iteration. `around`: entered around all
-    work on the device (the capture stream).
+    work on the device (the capture stream). `figures`: further numbers of a step by name, [], float32, made on the device
+    behind the update of its parameters, gradients still in place. `eager`: says of an iteration that its passes run eagerly, as
+    for a dump; alike on all ranks. `timed`: started and stopped around each pass and each update, outside of the graphs.
+    `launched`: called behind each pass.
     """
 
     def __init__(
@@ -103,6 +110,10 @@ class GraphedStep:
         before_pass: BeforePass | None = None,
         on_replay: Callable[[], None] = lambda: None,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        figures: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({}),
+        eager: Callable[[int], bool] = lambda iteration: False,
+        timed: tuple[TimerLike, TimerLike] = (OFF, OFF),
+        launched: Callable[[], None] = lambda: None,
     ) -> None:
         self._graph = graph
         self._optimizer = optimizer
@@ -117,8 +128,12 @@ class GraphedStep:
         self._around = around
         self._is_checked = rerun.config.mode is not RerunMode.DISABLED
         data.keeps_batches = self._is_checked
-        self._figures = torch.zeros(2, device=checks.gate.device)
-        """Loss and gradient norm of the step."""
+        self._more_figures = figures
+        self._is_eager = eager
+        self._timed_pass, self._timed_update = timed
+        self._launched_pass = launched
+        self._figures = torch.zeros(2 + len(figures), device=checks.gate.device)
+        """Loss and gradient norm of the step, then what else is asked for."""
         self._verdict_reader = LateReader(checks.result)
         self._figure_reader = LateReader(self._figures)
         self._done: list[Settled] = []
@@ -221,10 +236,10 @@ class GraphedStep:
         verdict = self._checks.parse(self._verdict_reader.read(launched.verdict))
         if verdict.agreed is Code.CLEAN:
             self._open_after_undoing(num_launched)
-            loss, grad_norm = self._figure_reader.read(launched.figures)
+            loss, grad_norm, *more = self._figure_reader.read(launched.figures)
             losses, norms = self._parted(verdict.values)
             self._rerun.accept(launched.iteration, losses, norms)
-            self._done.append(Settled(launched.iteration, loss, grad_norm))
+            self._done.append(Settled(launched.iteration, loss, grad_norm, figures=self._named(more)))
             return GO_ON
         self._pending = None
         self._rerun.replay_state.restore(launched.snapshot)
@@ -293,15 +308,15 @@ class GraphedStep:
             return self._run_to_end(iteration, lr)
         self._is_updating = True
         self._update(iteration, lr)
-        _, grad_norm = self._figure_reader.read(self._figure_reader.take())
-        self._done.append(Settled(iteration, loss, grad_norm))
+        _, grad_norm, *more = self._figure_reader.read(self._figure_reader.take())
+        self._done.append(Settled(iteration, loss, grad_norm, figures=self._named(more)))
         return leave
 
     def _compute(self, iteration: int, number: int, batches: Batches) -> tuple[float, Sequence[float]]:
         """One pass, its loss, and the numbers of its checks; gradients stay in place."""
         self._forward_backward(iteration, number, batches)
         values = self._checks.parse(self._verdict_reader.read(self._verdict_reader.take())).values
-        loss, _ = self._figure_reader.read(self._figure_reader.take())
+        loss = self._figure_reader.read(self._figure_reader.take())[0]
         return loss, values
 
     def _hand_in(self, values: Sequence[float]) -> None:
@@ -322,15 +337,23 @@ class GraphedStep:
         self._schedule(iteration)
         if self._before_pass is not None:
             self._before_pass(iteration, number, batches)
-        loss = self._graph(batches, counts=number == 1).value
+        with self._timed_pass:
+            loss = self._graph(batches, eager=self._is_eager(iteration), counts=number == 1).value
+        self._launched_pass()
         self._figures[0].copy_(loss)
 
     def _update(self, iteration: int, lr: float) -> None:
         self._schedule(iteration)
         self._optimizer.set_lr(lr)
-        grad_norm = self._optimizer.step()
+        with self._timed_update:
+            grad_norm = self._optimizer.step()
         if grad_norm is not None:
             self._figures[1].copy_(grad_norm)
+        for place, measure in enumerate(self._more_figures.values(), start=2):
+            self._figures[place].copy_(measure())
+
+    def _named(self, more: Sequence[float]) -> Mapping[str, float]:
+        return dict(zip(self._more_figures, more, strict=True))
 
     def _load_baselines(self) -> None:
         num_losses = self._checks.num_losses

@@ -6,8 +6,9 @@ from rsup.worker.activation_offload import ActivationOffload
 from rsup.worker.numeric_faults import poisons
 from rsup.worker.reference.data import Text
 from rsup.worker.reference.eager_training import EagerSteps
+from rsup.worker.reference.loss_scale import LossScale
 from rsup.worker.reference.micro_batches import MicroBatches
-from rsup.worker.reference.model import GPT
+from rsup.worker.reference.model import GPT, ExpertsOfBlock
 from rsup.worker.reference.optimizer_schedule import LearningRate
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.stepper import StepParts, Stepper
@@ -24,10 +25,18 @@ def make_model(options: Options, device: torch.device) -> GPT:
         options.attention_dropout,
         options.hidden_dropout,
         options.recompute_granularity,
+        _experts(options),
     )
     if options.activation_offload:
         model.offload = ActivationOffload(device, options.fine_grained_offloading_max_inflight_offloads)
     return model.to(device)
+
+
+def _experts(options: Options) -> ExpertsOfBlock | None:
+    if not options.num_experts:
+        return None
+    width = options.moe_ffn_hidden_size or 4 * options.hidden_size
+    return ExpertsOfBlock(options.num_experts, options.moe_router_topk, width, options.moe_aux_loss_coeff)
 
 
 def make_optimizer(module: torch.nn.Module, options: Options) -> torch.optim.AdamW:
@@ -41,7 +50,7 @@ def make_optimizer(module: torch.nn.Module, options: Options) -> torch.optim.Ada
 
 def make_schedule(options: Options) -> LearningRate:
     """The learning rate that the options describe."""
-    decay_samples = options.lr_decay_samples or options.train_iters * options.global_batch_size
+    decay_samples = options.lr_decay_samples or options.batch_sizes.consumed_after(options.train_iters)
     return LearningRate(
         lr=options.lr,
         min_lr=options.min_lr,
@@ -51,6 +60,11 @@ def make_schedule(options: Options) -> LearningRate:
         decay_style=options.lr_decay_style,
         wsd_decay_samples=options.lr_wsd_decay_samples or 0,
     )
+
+
+def make_loss_scale(options: Options) -> LossScale | None:
+    """The loss scale of a run that begins; None where it has none."""
+    return None if options.scale_rules is None else LossScale(options.scale_rules)
 
 
 def make_loader(text: Text, options: Options, rank: int) -> MicroBatches:
@@ -63,7 +77,7 @@ def make_loader(text: Text, options: Options, rank: int) -> MicroBatches:
         rank,
         options.micro_batch_size,
         options.samples_per_pass,
-        options.global_batch_size,
+        options.batch_sizes,
         poisons(options.fault, rank),
         reader,
     )

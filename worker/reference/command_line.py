@@ -18,9 +18,14 @@ from rsup.worker.inprocess.settings import InProcessSettings, check_settings
 from rsup.worker.local_checkpoint_plan import check_replication
 from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.phases import current_phase
+from rsup.worker.reference.batch_sizes import problem_of_ramp
+from rsup.worker.reference.dumping import check_dumps
 from rsup.worker.reference.later_options import take_later_options
+from rsup.worker.reference.loss_scale import problem_of_loss_scale
+from rsup.worker.reference.observe_options import ObserveOptions
 from rsup.worker.reference.options import Options
 
+MAX_LISTED_RANKS = 16
 LAUNCHER_PREFIX = "--ft-param-"
 
 
@@ -38,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains a byte-level GPT under rsup launch, torchrun, or alone.",
         allow_abbrev=False,
     )
-    for option in fields(Options):
+    inherited = {option.name for option in fields(ObserveOptions)}
+    for option in sorted(fields(Options), key=lambda option: option.name in inherited):
         if option.metadata:
             _add_option(parser, option.name, option.default, option.metadata)
     return parser
@@ -49,6 +55,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any, metada
     assert default is not MISSING
     if name == "fault":
         parser.add_argument(*names, action="append", type=_fault, metavar="FAULT", help=metadata["help"])
+    elif words := metadata["values"]:
+        parser.add_argument(*names, type=metadata["kind"], nargs=len(words), metavar=tuple(words), help=metadata["help"])
     elif metadata["kind"] is None:
         action = argparse.BooleanOptionalAction if default is not False else "store_true"
         parser.add_argument(*names, action=action, default=default, help=metadata["help"])
@@ -78,6 +86,7 @@ def parse_options(arguments: Sequence[str], world_size: int | None = None) -> Op
     later, others = take_later_options(arguments)
     values = vars(make_parser().parse_args(others))
     values["fault"] = tuple(values["fault"] or ())
+    values["rampup_batch_size"] = tuple(values["rampup_batch_size"] or ()) or None
     values["world_size"] = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     if not values["global_batch_size"]:
         values["global_batch_size"] = values["micro_batch_size"] * values["world_size"]
@@ -97,6 +106,12 @@ def doubts(options: Options) -> list[str]:
             f"no iteration is run as a graph: --cuda-graph-warmup-steps {options.cuda_graph_warmup_steps} come before the"
             f" first, and --train-iters is {options.train_iters}"
         )
+    sizes, ramp = options.batch_sizes, options.rampup_batch_size
+    if ramp is not None and (reached := sizes.consumed_after(options.train_iters - 1)) < ramp[2]:
+        found.append(
+            f"the batch size never reaches --global-batch-size {options.global_batch_size}: --rampup-batch-size takes {ramp[2]}"
+            f" samples, and the last iteration, with {sizes.at(reached)}, begins after {reached}"
+        )
     return found
 
 
@@ -106,6 +121,10 @@ def _check(options: Options) -> None:
             f"--global-batch-size {options.global_batch_size} is not divisible by --micro-batch-size "
             f"{options.micro_batch_size} times {options.world_size} ranks"
         )
+    passes = f"--micro-batch-size {options.micro_batch_size} times {options.world_size} ranks"
+    ramp = options.rampup_batch_size
+    if ramp and (problem := problem_of_ramp(ramp, options.global_batch_size, options.samples_per_pass, passes)):
+        raise UsageError(problem)
     if options.hidden_size % options.num_attention_heads:
         raise UsageError(
             f"--hidden-size {options.hidden_size} is not divisible by --num-attention-heads {options.num_attention_heads}"
@@ -153,6 +172,12 @@ def _check_in_process(options: Options) -> None:
 
 
 def _check_computation(options: Options) -> None:
+    names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    scaling = {name: getattr(options, name) for name in names}
+    given = {f"--{name.replace('_', '-')}": value for name, value in scaling.items() if value != getattr(Options, name)}
+    initial, minimum = options.initial_loss_scale, options.min_loss_scale
+    if problem := problem_of_loss_scale(options.fp16, options.bf16, options.loss_scale, given, initial, minimum):
+        raise UsageError(problem)
     for name in ("num_model_chunks", "optimizer_cuda_graph", *(n for n in vars(options) if n.startswith("cuda_graph_"))):
         if not options.is_graphed and getattr(options, name) != getattr(Options, name):
             negated = "no-" if getattr(Options, name) is True else ""
@@ -161,7 +186,15 @@ def _check_computation(options: Options) -> None:
         raise UsageError(f"--num-layers {options.num_layers} is not divisible by --num-model-chunks {options.num_model_chunks}")
     if options.fine_grained_offloading_max_inflight_offloads is not None and not options.activation_offload:
         raise UsageError("--fine-grained-offloading-max-inflight-offloads needs --activation-offload")
+    check_dumps(options)
+    if options.straggler_minmax_count > MAX_LISTED_RANKS:
+        raise UsageError(f"--straggler-minmax-count {options.straggler_minmax_count} is more than {MAX_LISTED_RANKS}")
     _check_graph(options, {})
+    if options.fp16 and options.is_graphed and options.no_check_for_nan_in_loss_and_grad:
+        raise UsageError(
+            "--fp16 with a CUDA graph does not go with --no-check-for-nan-in-loss-and-grad: the check on the device is what"
+            " keeps an overflow from the parameters; leave it out"
+        )
 
 
 def _check_graph(options: Options, more_facts: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from rsup.worker.reference.data import Text
 from rsup.worker.reference.hooks import Sections
@@ -21,8 +20,9 @@ def evaluate(
     ranks: Ranks,
     sections: Sections,
     rerun: RerunStateMachine,
-) -> float:
-    """Mean cross entropy in nats per byte over `eval_iters` steps; the same samples every time. Collective.
+) -> tuple[float, float]:
+    """Cross entropy in nats per byte, of this rank: the sum over `eval_iters` steps, and their number. The same samples every
+    time. Collective.
 
     `evaluated`: the loss of samples, [batch, sequence + 1], on the CPU. A wrong loss is warned of; nothing is replayed, and no
     training iteration is marked.
@@ -39,5 +39,4 @@ def evaluate(
             empty_unused_memory(options.empty_unused_memory_level, 1, ranks.device)
     finally:
         module.train()
-    dist.all_reduce(total, group=ranks.control)
-    return float(total) / (options.eval_iters * ranks.world_size)
+    return float(total), float(options.eval_iters)

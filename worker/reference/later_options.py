@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _STILL_TO_COME = """
-    --log-throughput --log-energy --log-num-zeros-in-grad --log-memory-to-tensorboard --log-memory-interval
-    --log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-straggler --tensorboard-log-interval
-    --timing-log-level --timing-log-option --no-barrier-with-level-1-timing --save-grads --save-wgrads
     --cuda-graph-modules --cpu-offloading --moe-expert-rank-capacity-factor --moe-input-jitter-eps
 """
 STILL_TO_COME = frozenset(_STILL_TO_COME.split())
@@ -18,6 +15,7 @@ STILL_TO_COME = frozenset(_STILL_TO_COME.split())
 NEVER = {
     "--inference-cuda-graph-scope": "is no option of this trainer: with --cuda-graph-impl full_iteration evaluation has a graph"
     " of its own",
+    "--straggler-ctrlr-port": "is no option of this trainer: there is no port, rsup stragglers JOB on|off does it",
 }
 """Options of Megatron-LM's that stay without a meaning here, and why."""
 
@@ -43,18 +41,14 @@ def take_later_options(arguments: Sequence[str]) -> tuple[LaterOptions | None, l
 
 
 def _facts(given: dict[str, list[str]]) -> dict[str, Any]:
-    dumps = tuple(name for name in ("--save-grads", "--save-wgrads") if name in given)
-    facts: dict[str, Any] = {"dump_options": dumps}
-    for name in ("--log-num-zeros-in-grad", "--log-straggler", "--cpu-offloading"):
-        facts[_field(name)] = name in given
+    facts: dict[str, Any] = {"cpu_offloading": "--cpu-offloading" in given}
     if words := given.get("--cuda-graph-modules"):
         facts["cuda_graph_modules"] = tuple(",".join(words).split(","))
     if words := given.get("--inference-cuda-graph-scope"):
         facts["inference_cuda_graph_scope"] = ",".join(words)
-    numbers = (("--timing-log-level", int), ("--moe-input-jitter-eps", float), ("--moe-expert-rank-capacity-factor", float))
-    for name, kind in numbers:
+    for name in ("--moe-input-jitter-eps", "--moe-expert-rank-capacity-factor"):
         with contextlib.suppress(ValueError):  # what is no number is refused all the same
-            facts |= {_field(name): kind(word) for word in given.get(name, [])[:1]}
+            facts |= {_field(name): float(word) for word in given.get(name, [])[:1]}
     return facts
 
 

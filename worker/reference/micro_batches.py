@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rsup.worker.reference.batch_sizes import BatchSizes
 from rsup.worker.reference.data import Text
 from rsup.worker.reference.worker_batches import WorkerReader
 
@@ -25,7 +26,7 @@ class MicroBatches:
         rank: int,
         micro_batch_size: int,
         samples_per_pass: int,
-        global_batch_size: int,
+        batch_sizes: BatchSizes,
         is_poisoned: Callable[[int], bool],
         reader: WorkerReader | None = None,
     ) -> None:
@@ -33,7 +34,7 @@ class MicroBatches:
         self._offset = rank * micro_batch_size
         self._micro_batch_size = micro_batch_size
         self._samples_per_pass = samples_per_pass
-        self._global_batch_size = global_batch_size
+        self._batch_sizes = batch_sizes
         self._is_poisoned = is_poisoned
         self._reader = reader
         self._base = 0
@@ -41,7 +42,7 @@ class MicroBatches:
 
     def seek(self, iteration: int, consumed_samples: int) -> None:
         """Go on after so many completed iterations and the samples they took."""
-        self._iteration = iteration
+        self._iteration = iteration  # those completed when `_since` samples were consumed
         self._since = self._next = consumed_samples
 
     def count_from(self, base: int) -> None:
@@ -62,11 +63,11 @@ class MicroBatches:
         return self
 
     def __next__(self) -> Batch:
-        done = self._next - self._since
-        iteration = self._iteration + done // self._global_batch_size + 1
+        while self._next >= (end := self._since + self._batch_sizes.at(self._since)):
+            self._iteration, self._since = self._iteration + 1, end
         text = self._read(self._next - self._base)
         weight = torch.ones(self._micro_batch_size)
-        if done % self._global_batch_size == 0 and self._is_poisoned(iteration):
+        if self._next == self._since and self._is_poisoned(self._iteration + 1):
             weight[0] = float("nan")
         self._next += self._samples_per_pass
         return {"text": text, "weight": weight}

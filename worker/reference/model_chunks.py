@@ -47,11 +47,14 @@ def inputs_of_chunks(batch: Batch, num_chunks: int) -> list[Batch]:
     return inputs
 
 
-def chunked_loss(model: GPT, chunks: Sequence[ModelChunk], inputs: Sequence[Batch], bf16: bool) -> torch.Tensor:
+def chunked_loss(
+    model: GPT, chunks: Sequence[ModelChunk], inputs: Sequence[Batch], compute: torch.dtype | None
+) -> torch.Tensor:
     """Loss of one micro-batch, counted by the mean of its samples' weights: [], float32, as `model.microbatch_loss` has it.
-    `inputs`: by chunk, on the model's device."""
+    `inputs`: by chunk, on the model's device. `compute`: as of `model.mean_loss`."""
     hidden: torch.Tensor | None = None
-    with torch.autocast(inputs[-1]["text"].device.type, torch.bfloat16, enabled=bf16), model.saving():
+    kind = inputs[-1]["text"].device.type
+    with torch.autocast(kind, compute or torch.bfloat16, enabled=compute is not None), model.saving():
         for chunk, mine in zip(chunks, inputs, strict=True):
             hidden = chunk(hidden, mine)
     assert hidden is not None

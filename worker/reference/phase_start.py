@@ -5,7 +5,7 @@ starts by hand. What the supervisor does not know, the checkpoint does.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rsup.worker.phases import JobPhase
@@ -28,12 +28,12 @@ def begin_of_phase(
     iteration: int,
     consumed_samples: int,
     saved: PhaseStart,
-    global_batch_size: int,
+    consumed_after: Callable[[int], int],
 ) -> PhaseStart:
     """Where the phase began that the training is in after `iteration` iterations and `consumed_samples`.
 
-    `saved`: what the checkpoint says of the phase in which it was made. Without any word of it, the batch size is taken to have
-    been the same all along, as Megatron-LM demands.
+    `saved`: what the checkpoint says of the phase in which it was made. Without any word of it, batch sizes are taken to have
+    been the same all along, as Megatron-LM demands: `consumed_after` so many iterations are that many samples.
     """
     if phase is not None:
         begun, samples = phase.iteration_offset, phase.sample_offset
@@ -46,4 +46,4 @@ def begin_of_phase(
         return PhaseStart(begun, consumed_samples)
     if begun == saved.iteration:
         return saved
-    return PhaseStart(begun, begun * global_batch_size)
+    return PhaseStart(begun, consumed_after(begun))

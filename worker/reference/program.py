@@ -1,10 +1,11 @@
 """What a kept step says of the model it belongs to, so that whoever repeats it need not know the job's options."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from rsup.worker.reference.loss_scale import LossScale
 from rsup.worker.reference.options import Options
 from rsup.worker.rerun.contract import RerunError
 from rsup.worker.rerun.kept_step import KeptStep
@@ -18,6 +19,11 @@ KEPT_OPTIONS = (
     "attention_dropout",
     "hidden_dropout",
     "bf16",
+    "fp16",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_aux_loss_coeff",
     "micro_batch_size",
     "global_batch_size",
     "world_size",
@@ -32,6 +38,8 @@ class _Program(msgspec.Struct):
     kind: str
     options: dict[str, int | float | bool]
     deterministic: bool
+    loss_scale: float = 1.0
+    is_loss_scale_fixed: bool = True
 
 
 def program_of(options: Options, deterministic: bool) -> dict[str, Any]:
@@ -40,7 +48,16 @@ def program_of(options: Options, deterministic: bool) -> dict[str, Any]:
         "kind": KIND,
         "options": {name: getattr(options, name) for name in KEPT_OPTIONS},
         "deterministic": deterministic,
+        "loss_scale": options.loss_scale or options.initial_loss_scale,
+        "is_loss_scale_fixed": bool(options.loss_scale),
     }
+
+
+def follow(program: dict[str, Any], global_batch_size: int, loss_scale: LossScale | None) -> None:
+    """Note in `RerunStateMachine.program` what is another in each iteration."""
+    cast(dict[str, Any], program["options"])["global_batch_size"] = global_batch_size
+    if loss_scale is not None:
+        program["loss_scale"] = loss_scale.value
 
 
 def read_program(step: KeptStep) -> tuple[Options, bool]:
@@ -55,4 +72,5 @@ def read_program(step: KeptStep) -> tuple[Options, bool]:
     for name, value in program.options.items():
         if name not in KEPT_OPTIONS or type(value) is not known[name]:
             raise RerunError(f"the step was kept by another release: {name}={value!r} is no option that it reads")
-    return Options(**program.options), program.deterministic  # type: ignore[arg-type]
+    scale = {"loss_scale" if program.is_loss_scale_fixed else "initial_loss_scale": program.loss_scale}
+    return Options(**program.options, **scale), program.deterministic  # type: ignore[arg-type]

@@ -16,8 +16,9 @@ from rsup.worker.corruption import Corruption, MemoryMarks
 from rsup.worker.deterministic import make_deterministic
 from rsup.worker.faults import FaultPlan
 from rsup.worker.numeric_faults import parse_numeric_fault
-from rsup.worker.reference.build import make_model
+from rsup.worker.reference.build import make_loss_scale, make_model
 from rsup.worker.reference.hooks import make_sections
+from rsup.worker.reference.mixed_precision import scaled_gradients
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.program import read_program
 from rsup.worker.reference.ranks import joined
@@ -63,10 +64,11 @@ def _replay(order: ReplayOrder, step: KeptStep, options: Options, deterministic:
             check_for_large_grads=options.check_for_large_grads,
         )
         rerun = RerunStateMachine(config, device=RankDevice(order.uuid), torch_device=device)
-        rerun.attach(ddp)
+        scaling = scaled_gradients(make_loss_scale(options), module)
+        rerun.attach(ddp, scaler=None if scaling is None else scaling.for_rerun)
         data, optimizer = RerunDataIterator(iter(())), torch.optim.SGD(module.parameters(), lr=0.0)  # it makes no step
         sections, no_faults = make_sections(False, 0), FaultPlan((), step.rank, None, "")
-        one = TrainingStep(options, ddp, optimizer, device, data, rerun, corruption, no_faults, sections)
+        one = TrainingStep(options, ddp, optimizer, device, data, rerun, corruption, no_faults, sections, scaling=scaling)
         replay_case(rerun, data, lambda: one.forward_backward(step.iteration), has_loaded_parameters=True)
 
 

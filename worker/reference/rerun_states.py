@@ -41,7 +41,9 @@ def state_tensor(state: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
 
 def layout(options: Options) -> dict[str, int]:
     """What must be as it was for a rank's data and values to be its own again."""
-    return {"world_size": options.world_size} | {name: getattr(options, name) for name in LAYOUT_OPTIONS}
+    found = {"world_size": options.world_size} | {name: getattr(options, name) for name in LAYOUT_OPTIONS}
+    ramp = options.rampup_batch_size
+    return found if ramp is None else found | dict(zip(("ramp_start", "ramp_increment", "ramp_samples"), ramp, strict=True))
 
 
 def save_beside(

@@ -16,6 +16,7 @@ from rsup.worker.inprocess.entry import current_entry
 from rsup.worker.loader_state import ResumableLoader, loader_tensors
 from rsup.worker.reference.hooks import Sections, read_ft_state, write_ft_state
 from rsup.worker.reference.local_saving import LocalSaves
+from rsup.worker.reference.loss_scale import LossScale
 from rsup.worker.reference.micro_batches import MicroBatches
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
@@ -51,6 +52,7 @@ class Saves:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         closed: Callable[[int], None],
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._options = options
         self._ranks = ranks
@@ -67,6 +69,7 @@ class Saves:
         self._say = say
         self._warn = warn
         self._closed = closed
+        self._loss_scale = loss_scale
         self._directory = CheckpointDirectory(options.save_dir, options.keep_checkpoints) if options.save_dir else None
         self._checkpointer = self._make_checkpointer()
         is_local = options.non_persistent_save_interval is not None
@@ -118,11 +121,20 @@ class Saves:
         tensors = model_tensors(self._module, self._optimizer)
         progress = restore(found, tensors, options, self._ranks, self._text_digest, self._warn)
         place_loader(found, self._loader, self._source, progress, options, self._ranks)
+        self._restore_loss_scale(found.progress.get("loss_scale"), found.path)
         state = load_state(found, options, self._ranks, self._warn)
         if state is not None and (ignored := self._rerun.load_state_dict(state)):
             self._warn(ignored)
         self._say_resumed(found.path, progress, isinstance(found, WholeCheckpoint))
         return progress
+
+    def _restore_loss_scale(self, state: dict[str, Any] | None, path: Path) -> None:
+        if self._loss_scale is None or not self._loss_scale.rules.is_dynamic:
+            return
+        if state:
+            self._loss_scale.load_state_dict(state)
+        else:
+            self._warn(f"{path} has no loss scale: it begins with {self._loss_scale.value:g} (--initial-loss-scale)")
 
     def _say_resumed(self, path: Path, progress: Progress, is_durable: bool) -> None:
         self._sections.on_checkpoint_loaded(is_local=not is_durable)
@@ -202,6 +214,8 @@ class Saves:
         own |= loader_tensors(self._loader, self._ranks.rank, self._data)
         record = progress_record(progress, self._options, self._text_digest)
         record |= {"layout": layout(self._options), "has_open_case": state["pending"] is not None}
+        if self._loss_scale is not None:
+            record["loss_scale"] = self._loss_scale.state_dict()
         return own, record | {"num_loader_states": self._ranks.world_size}
 
     def _finish(self) -> None:

@@ -39,6 +39,9 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     phase_start: PhaseStart = FROM_THE_BEGINNING
+    overflow_samples: int = 0
+    """Of those consumed, the ones of steps that were skipped for an overflow of float16: the learning rate stands still in
+    them, as Megatron-LM's does."""
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -73,6 +76,7 @@ def progress_record(progress: Progress, options: Options, text_digest: str) -> d
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "phase_start": [progress.phase_start.iteration, progress.phase_start.samples],
+        "overflow_samples": progress.overflow_samples,
         "text": text_digest,
         "model": {name: getattr(options, name) for name in MODEL_OPTIONS},
     }
@@ -95,7 +99,8 @@ def restore(
             flag = f"--{name.replace('_', '-')}"
             made_with = f"{flag} {record['model'][name]}"
             raise UsageError(f"{found.path} was made with {made_with}: start with that, or with another --save")
-    progress = Progress(record["iteration"], record["consumed_samples"], PhaseStart(*record.get("phase_start", (0, 0))))
+    phase_start = PhaseStart(*record.get("phase_start", (0, 0)))
+    progress = Progress(record["iteration"], record["consumed_samples"], phase_start, record.get("overflow_samples", 0))
     found.load(tensors)
     if found.world_size == ranks.world_size:
         _restore_rng(found, ranks)

@@ -4,15 +4,18 @@ An iteration is *launched*, and *settled* when its numbers are known to be good 
 happen in one call; with one an iteration may be settled by the call that launches the next. Only what is settled is progress.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from rsup.worker.faults import FaultPlan, StrikeMarks
 from rsup.worker.reference.hooks import Sections
+from rsup.worker.reference.loss_scale import LossScale
 from rsup.worker.reference.model import GPT
+from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
 from rsup.worker.rerun.contract import Exit
@@ -24,8 +27,18 @@ Scalar = torch.Tensor | float
 """This rank's; a tensor is [], float32, on its device."""
 
 
+NUM_ZEROS, PARAMS_NORM, LOSS_SCALE = "num zeros", "params norm", "loss scale"
+"""Names among `figures` that are no losses."""
+LOAD_BALANCING_LOSS = "load_balancing_loss"
+NO_FIGURES: Mapping[str, Scalar] = MappingProxyType({})
+
+
 class SettledIteration(Protocol):
-    """One iteration that is done. `loss` and `grad_norm` are None where its numbers are not used."""
+    """One iteration that is done. `loss` and `grad_norm` are None where its numbers are not used.
+
+    `skipped`: parameters are as they were before it; with a loss where it was computed for nothing (a loss scale that was too
+    high). `figures`: what else is logged of it: `NUM_ZEROS`, `PARAMS_NORM`, `LOSS_SCALE`; any other name is a further loss.
+    """
 
     @property
     def iteration(self) -> int: ...
@@ -33,6 +46,10 @@ class SettledIteration(Protocol):
     def loss(self) -> Scalar | None: ...
     @property
     def grad_norm(self) -> Scalar | None: ...
+    @property
+    def skipped(self) -> bool: ...
+    @property
+    def figures(self) -> Mapping[str, Scalar]: ...
 
 
 class Report(Protocol):
@@ -76,6 +93,8 @@ class Settled(NamedTuple):
     iteration: int
     loss: Scalar | None = None
     grad_norm: Scalar | None = None
+    skipped: bool = False
+    figures: Mapping[str, Scalar] = NO_FIGURES
 
 
 class StepReport(NamedTuple):
@@ -102,3 +121,11 @@ class StepParts:
     deterministic: bool
     consumed_before: Callable[[int], int]
     """Samples consumed before an iteration that is not completed."""
+    observed: Observed = field(default_factory=Observed)
+    loss_scale: LossScale | None = None
+    """Of float16; None: gradients are not scaled."""
+
+    def num_microbatches(self, iteration: int) -> int:
+        """Forward and backward passes of an iteration that is not completed."""
+        options = self.options
+        return options.batch_sizes.at(self.consumed_before(iteration)) // options.samples_per_pass

@@ -5,7 +5,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import rsup.worker
@@ -21,23 +20,25 @@ from rsup.worker.loader_state import ResumableLoader
 from rsup.worker.numeric_faults import NumericFault
 from rsup.worker.optimizer_offload import OptimizerOffload
 from rsup.worker.phases import current_phase
-from rsup.worker.reference.build import make_loader, make_model, make_optimizer, make_schedule, make_stepper
+from rsup.worker.reference.agreed_start import agreed_skips, unarmed_faults
+from rsup.worker.reference.build import make_loader, make_loss_scale, make_model, make_optimizer, make_schedule, make_stepper
 from rsup.worker.reference.data import load_text
+from rsup.worker.reference.dumping import make_dumps
 from rsup.worker.reference.evaluate import evaluate
 from rsup.worker.reference.hooks import Sections
-from rsup.worker.reference.interval_log import IntervalLog
+from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.phase_start import begin_of_phase
 from rsup.worker.reference.program import program_of
 from rsup.worker.reference.ranks import Ranks, job_identity
+from rsup.worker.reference.run_log import RunLog, open_run_log
+from rsup.worker.reference.run_parts import end_to_end, run_straggler, run_timers
 from rsup.worker.reference.saving import Saves
 from rsup.worker.reference.state import Progress, prepare_optimizer, seed_for
-from rsup.worker.reference.stepper import Report, Scalar, StepParts
+from rsup.worker.reference.stepper import Report, StepParts
 from rsup.worker.rerun.contract import EXIT_ELSEWHERE, Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
-from rsup.worker.rerun.skip_list import iterations_to_skip
 from rsup.worker.rerun.state_machine import RerunStateMachine
-from rsup.worker.rerun.tracker import read_trackers
 
 
 class Trainer:
@@ -48,14 +49,25 @@ class Trainer:
         self.ranks = ranks
         self.sections = sections
         self.progress = Progress()
-        self.training, self.validation = load_text(options.data_path, options.seq_length, options.seed)
+        self._end_to_end = end_to_end(options, ranks, self.warn)
+        timers = run_timers(options, ranks, self.warn)
+        with self._end_to_end.stage("build_dataiters"), timers("train/valid/test-data-iterators-setup", 0):
+            self.training, self.validation = load_text(options.data_path, options.seq_length, options.seed)
         seed_for(options.seed, 0, -1)
-        self.module = make_model(options, ranks.device)
-        self.optimizer = make_optimizer(self.module, options)
-        prepare_optimizer(self.optimizer)
+        setup = timers("model-and-optimizer-setup", 0)
+        with self._end_to_end.stage("model_init"), setup:
+            self.module = make_model(options, ranks.device)
+        with self._end_to_end.stage("build_optimizer"), setup:
+            self.optimizer = make_optimizer(self.module, options)
+            prepare_optimizer(self.optimizer)
         self._offload = OptimizerOffload(self.optimizer, [])  # the stepper knows which graph reads its state
         seed_for(options.seed, ranks.rank, 0)
         self.schedule = make_schedule(options)
+        self._batch_sizes = options.batch_sizes
+        self._batch_size = 0
+        """Of the last completed iteration."""
+        self._loss_scale = make_loss_scale(options)
+        self._is_overflow_doubted = False
         self._device = device
         job = job_key, _ = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
@@ -75,6 +87,8 @@ class Trainer:
             entry.at_restart(source.close)
         self._loader = ResumableLoader(source, options.require_loader_state)
         data = RerunDataIterator(self._loader)
+        straggler = run_straggler(options, ranks, device, self.warn)
+        self._observed = Observed(timers, straggler, make_dumps(options, ranks, self.module, self.warn))
         parts = StepParts(
             options,
             ranks,
@@ -88,6 +102,8 @@ class Trainer:
             device.uuid,
             deterministic,
             self._consumed_before,
+            loss_scale=self._loss_scale,
+            observed=self._observed,
         )
         self._step = make_stepper(parts)
         self._offload.invalidate.append(self._step.optimizer_moves)
@@ -99,7 +115,8 @@ class Trainer:
         duration_s = None if options.exit_duration_in_mins is None else options.exit_duration_in_mins * 60
         deadline = read_deadline() if options.save else None
         self._agreement = Agreement(ranks.control, self._exit_signals, options.quiet_signals, duration_s, deadline)
-        self._interval = IntervalLog()
+        self._log: RunLog
+        """From the moment on in which it is known where the run goes on."""
         self._saves = Saves(
             options,
             ranks,
@@ -116,6 +133,7 @@ class Trainer:
             self.say,
             self.warn,
             self._save_is_over,
+            self._loss_scale,
         )
 
     # ------------------------------------------------------------------------------------------------------- the loop
@@ -125,18 +143,30 @@ class Trainer:
         if self.options.async_save:
             self.sections.on_async_save()
         self._resume()
-        self._to_skip = self._agree_on_skips()
-        self._say_what_is_not_armed()
+        self._log = open_run_log(
+            self.options, self.ranks, self.progress, self._end_to_end, self._observed, self._device.uuid, self.say, self.warn
+        )
+        try:
+            return self._run()
+        except BaseException:
+            self._log.close(ends=current_entry() is None)  # it may be entered again
+            raise
+        finally:
+            self.sections.on_shutdown()
+            self._log.close()
+
+    def _run(self) -> int:
+        self._log.phase("model-and-optimizer-setup", "train/valid/test-data-iterators-setup", "load-checkpoint")
+        self._to_skip = agreed_skips(self.options, self.ranks, self.warn)
+        for fault in unarmed_faults(self.options, self.ranks, self._device.uuid):
+            self.say(fault)
         if self._phase is not None and (left_out := self._phase.left_out(self.options.train_iters)):
             self.warn(f"{left_out} (rsup launch --phases, --train-iters)")
         self._faults.at_start()
-        try:
-            return self._loop()
-        finally:
-            self.sections.on_shutdown()
+        return self._loop()
 
     def _loop(self) -> int:
-        self._interval.restart()
+        self._log.started()
         if self._phase is not None and (problem := self._phase.problem_at(self.progress.iteration)):
             return self._leave(Decision(False, True, problem, "phase"))
         while self.progress.iteration < self.options.train_iters:
@@ -149,6 +179,8 @@ class Trainer:
                 continue  # it runs ahead: there is nothing new to decide on
             decision = decide(self.options.exit_plan, self._agreement.ask(self.progress.iteration), self.progress.iteration)
             decision = self._agreement.explained(decision)
+            if not (decision.save or decision.leave) and self._saves.can_save and (growth := self._growth()):
+                decision = Decision(True, False, growth)
             if decision != NOTHING and (leave := self._complete(self._step.settle())).should_exit:
                 return self._leave_unfinished(leave)
             self._carry_out(decision)
@@ -170,10 +202,13 @@ class Trainer:
                 self.warn(f"iteration {iteration} is skipped, as asked")
         else:
             with self.sections.training_step():
-                reports = [self._step.run(iteration, self.schedule.at(self._consumed_before(iteration)))]
+                reports = [self._step.run(iteration, self._lr_of(iteration))]
                 if self._must_settle(iteration) and not reports[-1].exit.should_exit:
                     reports.append(self._step.settle())
         leave = self._complete(*reports)
+        if self._observed.dumps.due(iteration):  # not in the step's section, nor in its time
+            with self._log.training.paused(), self.sections.checkpointing(is_async_finalization=True):
+                self._observed.dumps.write()
         if not leave.should_exit and self.progress.iteration == iteration and iteration % self.options.eval_interval == 0:
             self._evaluate()
         return leave
@@ -181,48 +216,54 @@ class Trainer:
     def _must_settle(self, iteration: int) -> bool:
         """Whether something is due behind that iteration that needs it completed."""
         options = self.options
-        is_logged = self._interval.is_first or iteration % options.log_interval == 0
-        is_due = decide(options.exit_plan, Asked(), iteration) != NOTHING
-        return is_logged or is_due or iteration % options.eval_interval == 0
+        is_due = self._log.training.is_due(iteration) or decide(options.exit_plan, Asked(), iteration) != NOTHING
+        return is_due or iteration % options.eval_interval == 0
 
     def _complete(self, *reports: Report) -> Exit:
         """Count what is settled as done, and log it; whether to leave."""
         for done in (done for report in reports for done in report.settled):
-            consumed = self._consumed_before(done.iteration)
-            lr = self.schedule.at(consumed)
-            consumed += self.options.global_batch_size
-            self.progress = dataclasses.replace(self.progress, iteration=done.iteration, consumed_samples=consumed)
+            lr = self._lr_of(done.iteration)
+            consumed = self.progress.consumed_samples
+            self._batch_size = self._batch_sizes.at(consumed)
+            overflowed = done.skipped and done.loss is not None
+            self.progress = dataclasses.replace(
+                self.progress,
+                iteration=done.iteration,
+                consumed_samples=consumed + self._batch_size,
+                overflow_samples=self.progress.overflow_samples + self._batch_size * overflowed,
+            )
             num_open = (self._launched - done.iteration) * self.options.num_microbatches
             self._loader.consumed(max(0, self._loader.num_outstanding - num_open))
-            self._interval.add(done.loss)
-            if done.iteration % self.options.log_interval == 0 or self._interval.is_first:
-                self._log(lr, done.grad_norm)
+            self._doubt_overflow(done.iteration, overflowed)
+            scale = None if self._loss_scale is None else self._loss_scale.value
+            self._log.step(done, self.progress, self._batch_size, lr, scale)
         return reports[-1].exit
 
     def _consumed_before(self, iteration: int) -> int:
         """Samples that were consumed before an iteration that is not completed."""
-        num_between = iteration - 1 - self.progress.iteration
-        return self.progress.consumed_samples + num_between * self.options.global_batch_size
+        consumed = self.progress.consumed_samples
+        for _ in range(iteration - 1 - self.progress.iteration):
+            consumed += self._batch_sizes.at(consumed)
+        return consumed
 
-    def _say_what_is_not_armed(self) -> None:
-        """A fault of a device that no rank computes on cannot strike in this attempt."""
-        devices: list[str] = [""] * self.ranks.world_size
-        dist.all_gather_object(devices, self._device.uuid, group=self.ranks.control)
-        for fault in self.options.fault:
-            if isinstance(fault, NumericFault) and fault.device and fault.device not in devices:
-                self.say(f"no rank computes on {fault.device}: --fault {fault} is not armed now")
+    def _lr_of(self, iteration: int) -> float:
+        """The learning rate of an iteration that is not completed."""
+        return self.schedule.at(self._consumed_before(iteration) - self.progress.overflow_samples)
 
-    def _agree_on_skips(self) -> frozenset[int]:
-        """Iterations that the command line, or what earlier runs rejected, leaves out. Rank 0 reads for all."""
-        found: list[list[int]] = [list(self.options.iterations_to_skip)]
-        tracker = self.options.result_rejected_tracker_filename
-        if tracker and self.ranks.rank == 0:
-            trackers = read_trackers(tracker)
-            if trackers.complaint:
-                self.warn(trackers.complaint)
-            found[0] += iterations_to_skip(trackers.records)
-        dist.broadcast_object_list(found, src=0, group=self.ranks.control)
-        return frozenset(found[0])
+    def _growth(self) -> str:
+        """Why to save before the next iteration, which is greater than the last one: Megatron-LM does."""
+        consumed = self.progress.consumed_samples
+        return self._batch_sizes.growth_text(consumed - self._batch_size, consumed)
+
+    def _doubt_overflow(self, iteration: int, overflowed: bool) -> None:
+        """Warn of the first of a row of overflows that no lower scale can help against."""
+        is_at_minimum = overflowed and self._loss_scale is not None and self._loss_scale.is_at_minimum
+        if is_at_minimum and not self._is_overflow_doubted and self._loss_scale is not None:
+            self.warn(
+                f"iteration {iteration} is skipped: its gradients overflow with the loss scale {self._loss_scale.value:g},"
+                " which goes no lower; losses that are NaN or Inf, or data, may be the cause"
+            )
+        self._is_overflow_doubted = is_at_minimum
 
     # --------------------------------------------------------------------------------------------------- what is said
 
@@ -237,26 +278,12 @@ class Trainer:
             print(f"warning: {text}", file=sys.stderr, flush=True)
             rsup.worker.note("warning", text)
 
-    def _log(self, lr: float, grad_norm: Scalar | None) -> None:
-        options, progress = self.options, self.progress
-        skipped = self._interval.take_num_skipped()
-        sums = torch.tensor([self._interval.take_loss()], dtype=torch.float64)
-        dist.all_reduce(sums, group=self.ranks.control)
-        width = len(str(options.train_iters))
-        self.say(
-            f" iteration {progress.iteration:{width}d}/{options.train_iters} | consumed samples: {progress.consumed_samples} | "
-            f"elapsed time per iteration (ms): {self._interval.take_elapsed_ms():.1f} | learning rate: {lr:.6E} | "
-            f"global batch size: {options.global_batch_size} | lm loss: {float(sums) / self.ranks.world_size:.6E} | "
-            f"grad norm: {float('nan') if grad_norm is None else float(grad_norm):.3f} |"
-            + (f" number of skipped iterations: {skipped} |" if skipped else "")
-        )
-
     def _evaluate(self) -> None:
         if not self.options.eval_iters:
             return
         away = self._offload.away() if self.options.offload_optimizer_during_evaluation else contextlib.nullcontext()
-        with self._interval.paused(), away:
-            loss = evaluate(
+        with self._log.evaluating(), away:
+            found = evaluate(
                 self._step.evaluated,
                 self.module,
                 self.validation,
@@ -265,12 +292,13 @@ class Trainer:
                 self.sections,
                 self.rerun,
             )
-        self.say(f" validation loss at iteration {self.progress.iteration} | lm loss value: {loss:.6E} |")
+        self._log.evaluated(found)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def _resume(self) -> None:
-        progress = self._saves.resume()
+        with self._end_to_end.stage("load_checkpoint"), self._observed.timers("load-checkpoint", 0):
+            progress = self._saves.resume()
         if progress is None:
             self.say(f"training starts on {self.ranks.world_size} ranks, {self.ranks.device.type}")
         else:
@@ -282,11 +310,12 @@ class Trainer:
             done.iteration,
             done.consumed_samples,
             done.phase_start,
-            self.options.global_batch_size,
+            self._batch_sizes.consumed_after,
         )
         self.progress = dataclasses.replace(done, phase_start=start)
         self._source.count_from(start.samples)
         self._launched = self.progress.iteration
+        self._observed.dumps.resumed(self.progress.iteration)
 
     def _carry_out(self, decision: Decision) -> None:
         """Begin the save that was decided on; a save that leaves is waited for by `_leave`."""
@@ -295,10 +324,10 @@ class Trainer:
         if decision.save and decision.reason and not decision.leave:
             self.say(f"saving after iteration {self.progress.iteration}: {decision.reason}")
         if decision.save:
-            with self._interval.paused(), self._agreement.standing_still():
+            with self._log.saving(is_durable=True), self._agreement.standing_still():
                 self._saves.save(self.progress)
         elif decision.save_local:
-            with self._interval.paused(), self._agreement.standing_still():
+            with self._log.saving(is_durable=False), self._agreement.standing_still():
                 self._saves.save_local(self.progress)
         elif not decision.leave and decision.reason:
             self.warn(f"a checkpoint was {decision.reason}, but the trainer has no --save")
@@ -309,11 +338,14 @@ class Trainer:
         is_durable = self._saves.durable_iteration == iteration
         if self._agreement.deadline is not None and is_durable:
             self._agreement.deadline.saved_in(self._saves.last_save_s)
+        self._log.save_is_over(iteration, is_durable)
         self._agreement.close_requests(iteration, "" if is_durable else self._saves.failure)
 
     def _leave(self, decision: Decision) -> int:
         """The one way out: a durable save, finalised; then the reason, or the end of the run with its evaluation."""
-        self._saves.finalise(wait=True)
+        self._log.training.flush()
+        with self._log.training.paused():
+            self._saves.finalise(wait=True)
         self._source.close()
         iteration = self.progress.iteration
         is_durable = self._saves.durable_iteration == iteration
@@ -341,9 +373,11 @@ class Trainer:
         iteration = self.progress.iteration + 1
         elsewhere = leave.exit_code == EXIT_ELSEWHERE
         what = "another device has to run it" if elsewhere else "its numbers were rejected"
-        if leave.should_checkpoint:
-            self._saves.keep_for_rerun(self.progress)
-        self._saves.finalise(wait=True)
+        self._log.training.flush()
+        with self._log.training.paused():
+            if leave.should_checkpoint:
+                self._saves.keep_for_rerun(self.progress)
+            self._saves.finalise(wait=True)
         self._source.close()
         if self._exit_signals is not None:
             self._exit_signals.release()

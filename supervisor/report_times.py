@@ -1,0 +1,75 @@
+"""Where a job's time went, for the report: the parts of its whole life, and its newest process's own account. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rsup.supervisor.goodput import PARTS
+from rsup.supervisor.render import duration, percent
+from rsup.supervisor.report_markup import section, table, text, unknown
+from rsup.supervisor.training_text import PART_NAMES
+
+Json = Mapping[str, Any]
+
+BAR_WIDTH = 2000
+_ACCOUNT = (
+    ("train_iterations_time_total_productive", "productive", "iterations that a durable checkpoint holds"),
+    ("lost_time", "lost", "iterations that no checkpoint holds yet"),
+    ("validation_iterations_time_total", "rerun", "evaluations"),
+    ("save_checkpoint_sync_time_total", "checkpoint", "standing still for saves"),
+    ("load_checkpoint_time", "restart", "loading a checkpoint"),
+)
+"""End-to-end metrics that do not overlap: name, class of the style sheet, meaning."""
+_WALL = "app_wall_time"
+
+
+def time_section(status: Json) -> str:
+    """Bars and tables: the parts of the job's time, then what the newest process says of its own."""
+    goodput = status["goodput"]
+    parts, wall_s = goodput["parts"], goodput["wall_s"]
+    pieces = [(PART_NAMES[name], name, parts[name]) for name in PARTS if wall_s and parts[name]]
+    body = _bar_and_table(pieces, wall_s, "in all") if pieces else unknown("no time has passed yet")
+    missing = [PART_NAMES[name] for name in PARTS if parts[name] is None]
+    body += unknown(f"unknown: {', '.join(missing)}") if missing else ""
+    ratio = goodput["ratio"]
+    note = "no rank reported an iteration, so goodput is unknown" if ratio is None else f"goodput {percent(ratio)}"
+    return section("time", "Where the time went", body + _account(status), note)
+
+
+def _account(status: Json) -> str:
+    metrics = (status.get("metrics") or {}).get("end_to_end", {})
+    values = {name: one["value"] for name, one in metrics.items() if one["value"] is not None}
+    head = "<h3>End-to-end metrics <small>of the newest process or entry, as its rank 0 told</small></h3>"
+    wall_s = values.get(_WALL)
+    if not wall_s:
+        return head + unknown("no script reported end-to-end metrics (docs/end_to_end.md)")
+    pieces = [(words, style, max(0.0, values[name])) for name, style, words in _ACCOUNT if values.get(name)]
+    rest_s = wall_s - sum(took_s for _, _, took_s in pieces)
+    if rest_s > 0:
+        pieces.append(("the rest: start-up, earlier entries, waiting", "waiting", rest_s))
+    counts = []
+    for name, what in (
+        ("train_iterations_end", "iterations done"),
+        ("train_iterations_productive_end", "held by a durable checkpoint"),
+    ):
+        if name in values:
+            counts.append(f"{values[name]:,.0f} {what}")
+    said = f'<p class="note">{text(", ".join(counts))}</p>' if counts else ""
+    return head + _bar_and_table(pieces, max(wall_s, sum(took_s for _, _, took_s in pieces)), "the process's life") + said
+
+
+def _bar_and_table(pieces: Sequence[tuple[str, str, float]], whole_s: float, whole: str) -> str:
+    """`pieces`: name, class, seconds."""
+    drawn, from_s = "", 0.0
+    for name, style, took_s in pieces:
+        at, to = round(from_s / whole_s * BAR_WIDTH), round((from_s + took_s) / whole_s * BAR_WIDTH)
+        title = f"<title>{text(name)}: {text(duration(took_s))}</title>"
+        drawn += f'<rect class="part-{style}" x="{min(at, BAR_WIDTH - 3)}" width="{max(3, to - at)}" height="20">{title}</rect>'
+        from_s += took_s
+    said = "; ".join(f"{name} {percent(took_s / whole_s)}" for name, _, took_s in pieces)
+    box = f'viewBox="0 0 {BAR_WIDTH} 20" preserveAspectRatio="none" role="img" aria-label="{text(said)}"'
+    rows = [
+        [f'<i class="key part-{style}"></i>{text(name)}', text(duration(took_s)), text(percent(took_s / whole_s))]
+        for name, style, took_s in pieces
+    ]
+    rows.append([f"<b>{text(whole)}</b>", text(duration(whole_s)), text(percent(1))])
+    return f'<svg class="shares" {box}>{drawn}</svg>' + table(("", "took", "share"), rows, right=(1, 2))

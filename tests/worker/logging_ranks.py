@@ -1,0 +1,124 @@
+"""Ranks whose training logs reduce together; run by `test_training_log_ranks.py`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from rsup.worker.observe.contract import Point
+from rsup.worker.observe.step_reduction import StepReduction
+from rsup.worker.observe.training_log import StepNumbers, TrainingLog, TrainingLogOptions
+
+
+class Kept:
+    """A writer that keeps what it gets."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str], float] = {}
+
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+        self.values |= {(iteration, point.key): point.value for point in points}
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def made(rank: int, lines: list[str], warnings: list[str], **options: Any) -> tuple[TrainingLog, Kept]:
+    kept = Kept()
+    writers = [kept] if rank == 0 else []
+    chosen: dict[str, Any] = {"train_iters": 99} | options
+    log = TrainingLog(TrainingLogOptions(**chosen), writers=writers, say=lines.append, warn=warnings.append)
+    return log, kept
+
+
+def scaled(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    return loss * torch.tensor([factor, 1.0]) if loss.ndim else loss * factor
+
+
+def check_losses_are_reduced_in_one_collective_and_no_step_meets_the_others(rank: int, size: int) -> None:
+    """Pitfalls 18 and 20. Rank 1 has a loss that the others have not, and rank 2 none at all."""
+    lines, warnings = list[str](), list[str]()
+    log, kept = made(rank, lines, warnings, log_interval=4)
+    own: list[dict[str, torch.Tensor]] = [
+        {"lm loss": torch.tensor([2.0, 4.0])},
+        {"lm loss": torch.tensor([6.0, 4.0]), "aux": torch.tensor(0.5)},
+        {},
+    ]
+    with (
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions,
+        mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchanges,
+        mock.patch.object(dist, "barrier", wraps=dist.barrier) as barriers,
+    ):
+        seen = []
+        for iteration in range(1, 9):
+            losses: dict[str, torch.Tensor | float] = {"late": float(rank)}
+            if iteration < 6:
+                losses = {name: scaled(loss, iteration) for name, loss in own[rank].items()}
+            lr = 0.25 if rank == 2 else None
+            norm = (1.0, float("nan"), None)[rank] if iteration == 4 else (1.0, 7.0, None)[rank]
+            log.step(StepNumbers(iteration, 8 * iteration, losses, lr, 8, grad_norm=norm))
+            seen.append((reductions.call_count, exchanges.call_count, barriers.call_count))
+        assert seen == [(2, 1, 0)] * 3 + [(4, 1, 0)] * 4 + [(6, 2, 0)], seen  # sums and maxima; names where they are new
+        with log.paused():
+            pass
+        assert barriers.call_count == 1
+    fields = [dict(part.split(": ", 1) for part in line.split(" | ")[1:-1]) for line in lines]
+    assert [one.get("grad norm") for one in fields] == ["7.000", "nan", "7.000"]
+    assert [one["learning rate"] for one in fields] == ["2.500000E-01"] * 3
+    assert [one.get("lm loss") for one in fields] == ["1.000000E+00", "2.500000E+00", "5.000000E+00"]
+    assert [one.get("late") for one in fields] == [None, None, "1.000000E+00"] and fields[1]["aux"] == "1.250000E+00"
+    log.flush()
+    if rank == 0:
+        assert {i: kept.values[i, "lm loss"] for i in range(1, 6)} == {i: 1.0 * i for i in range(1, 6)}
+        assert (6, "lm loss") not in kept.values and kept.values[7, "late"] == 1.0
+        assert math.isnan(kept.values[4, "grad-norm"]) and kept.values[3, "grad-norm"] == 7.0
+    assert sorted(text.partition(":")[0] for text in warnings) == [
+        "no rank has the loss 'aux' in iteration 6",
+        "no rank has the loss 'lm loss' in iteration 6",
+    ]
+
+
+def check_an_evaluation_divides_sums_of_all_ranks(rank: int, size: int) -> None:
+    lines, warnings = list[str](), list[str]()
+    log, kept = made(rank, lines, warnings)
+    log.evaluation(6, 48, {"lm loss": (torch.tensor(float(rank)), 2.0)} if rank else {})
+    assert lines == [" validation loss at iteration 6 | lm loss value: 7.500000E-01 | lm loss PPL: 2.117000E+00 |"]
+    assert kept.values == ({(6, "lm loss validation"): 0.75} if rank == 0 else {})
+
+
+def check_energy_counts_the_ranks_that_can_measure_it(rank: int, size: int) -> None:
+    (_,), extra = StepReduction().steps([{}], [()], (12.0, 1.0) if rank else (0.0, 0.0))
+    assert extra == (24.0, 2.0)
+
+
+def check_closing_waits_for_nobody(rank: int, size: int) -> None:
+    """Pitfall 24: after an exception the other ranks may be gone."""
+    lines, warnings = list[str](), list[str]()
+    log, kept = made(rank, lines, warnings, log_interval=3)
+    for iteration in (1, 2):
+        log.step(StepNumbers(iteration, iteration, {"lm loss": 1.0}, 0.1, 1))
+    if rank == 0:
+        log.close()
+        assert (1, "lm loss") in kept.values and (2, "lm loss") not in kept.values
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            check(rank, size)
+            print(f"holds: {name}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,394 @@
+"""The training log of one rank: what it prints and writes is what is true. Over ranks: `test_training_log_ranks.py`."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rsup.worker.observe import training_log
+from rsup.worker.observe.console_line import LineNumbers, log_line
+from rsup.worker.observe.contract import Point
+from rsup.worker.observe.interval_counters import Interval, IntervalCounters
+from rsup.worker.observe.late_scalars import LateScalars
+from rsup.worker.observe.progress_log import ProgressLog, first_start
+from rsup.worker.observe.step_reduction import StepReduction
+from rsup.worker.observe.timer_report import GatheredTimes
+from rsup.worker.observe.training_log import LogPoint, StepNumbers, TrainingLog, TrainingLogOptions
+
+INF, NAN = math.inf, math.nan
+
+
+class Kept:
+    """A writer that keeps what it gets."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, int, Point]] = []
+        self.calls: list[str] = []
+
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+        assert not self.points or iteration >= self.points[-1][0], "iterations come in order"
+        self.points += [(iteration, consumed_samples, point) for point in points]
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def series(self, key: str) -> dict[int, float]:
+        return {iteration: point.value for iteration, _, point in self.points if point.key == key}
+
+
+class Bench:
+    """A log of one rank, with a clock that only goes when told to, and all that it says."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now_s, self.lines, self.warnings = 0.0, list[str](), list[str]()
+        self.writer, self.live, self.log_points = Kept(), Kept(), list[LogPoint]()
+        parts = {name: options.pop(name) for name in ("energy", "timers") if name in options}
+        chosen: dict[str, Any] = {"train_iters": 100, "log_interval": 4} | options
+        self.log = TrainingLog(
+            TrainingLogOptions(**chosen),
+            writers=[self.writer],
+            live_writers=[self.live],
+            say=self.lines.append,
+            warn=self.warnings.append,
+            **parts,
+        )
+        self.log._counters.clock = lambda: self.now_s
+        self.log.on_point.append(self.log_points.append)
+        self.log.start()
+
+    def step(self, iteration: int, loss: Any = None, takes_s: float = 1.0, **more: Any) -> None:
+        """One step, of 8 samples."""
+        self.now_s += takes_s
+        losses = more.pop("losses", {} if loss is None else {"lm loss": loss})
+        numbers: dict[str, Any] = {"learning_rate": 0.1, "global_batch_size": 8} | more
+        self.log.step(StepNumbers(iteration, iteration * 8, losses, **numbers))
+
+    def said(self, name: str) -> list[str]:
+        """A field of all lines so far; empty where a line lacks it."""
+        found = [re.search(rf"\| {re.escape(name)}: (\S+) ", line) for line in self.lines if line.startswith(" iteration")]
+        return ["" if match is None else match[1] for match in found]
+
+
+def test_a_line_has_the_seeds_fields_in_their_order() -> None:
+    numbers = LineNumbers(7, 500, 56, 8, 1e-4, 65536.0, 1.23456, 12.0, 3.5, 2, 123.44, 7.26, 350.0)
+    interval = Interval(3, 1, 2, {"lm loss": 2.5, "mtp loss": NAN}, 2.0, 0.0, 24)
+    assert log_line(numbers, interval) == (
+        " iteration   7/500 | consumed samples: 56 | skipped samples: 2 | elapsed time per iteration (ms): 500.0 | "
+        "throughput per GPU (TFLOP/s/GPU): 123.4 | energy per GPU (J/iter/GPU): 7.3 | power per GPU (W/GPU): 350.0 | "
+        "learning rate: 1.000000E-04 | global batch size: 8 | lm loss: 2.500000E+00 | mtp loss: NAN | loss scale: 65536.0 | "
+        "grad norm: 1.235 | num zeros: 12 | params norm: 3.500 | "
+        "number of skipped iterations: 1 | number of nan iterations: 2 |"
+    )
+    least = log_line(LineNumbers(1, 9, 8, 8, loss_scale=None), Interval(1, 0, 0, {}, 0.5, 0.0, 8))
+    assert least == (
+        " iteration 1/9 | consumed samples: 8 | elapsed time per iteration (ms): 500.0 | global batch size: 8 | "
+        "number of skipped iterations: 0 | number of nan iterations: 0 |"
+    )
+
+
+def test_the_first_line_comes_after_the_first_step_and_clears_nothing() -> None:
+    """Pitfall 17. After a resume, too: it is the first step of the process."""
+    bench = Bench()
+    for iteration, loss in ((10, 4.0), (11, 2.0), (12, 3.0), (13, 8.0), (16, 1.0)):
+        bench.step(iteration, torch.tensor(loss), takes_s=2.0 if iteration == 10 else 1.0)
+    assert bench.said("lm loss") == ["4.000000E+00", "3.000000E+00", "4.500000E+00"]
+    assert bench.said("elapsed time per iteration (ms)") == ["2000.0", "1333.3", "1000.0"]
+    assert [point.clears for point in bench.log_points] == [False, True, True]
+
+
+def test_a_first_step_that_ends_an_interval_clears_it() -> None:
+    bench = Bench(log_interval=1)
+    for iteration, loss in ((5, 4.0), (6, 2.0)):
+        bench.step(iteration, loss)
+    assert bench.said("lm loss") == ["4.000000E+00", "2.000000E+00"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "printed"),
+    [
+        ([0.0] * 4, "0.000000E+00"),  # pitfall 19
+        ([-1.0, -3.0, -1.0, -3.0], "-2.000000E+00"),
+        ([1.0, NAN, 1.0, 1.0], "NAN"),
+        ([1.0, INF, 1.0, 1.0], "INF"),
+    ],
+)
+def test_a_loss_is_always_printed(losses: list[float], printed: str) -> None:
+    bench = Bench()
+    for iteration, loss in enumerate(losses, start=1):
+        bench.step(iteration, torch.tensor(loss))
+    assert bench.said("lm loss")[-1] == printed
+
+
+def test_steps_that_were_skipped_or_not_finite_are_counted() -> None:
+    """A NaN counts also where the step updated; a skipped step's loss is in no mean, and its time in the step time."""
+    bench = Bench(flops_per_step=8e12, log_throughput=True)
+    bench.step(1, 1.0)
+    bench.step(2, INF, skipped=True, loss_scale=1024.0, grad_norm=None)
+    bench.step(3, None, skipped=True, computed=False)
+    bench.step(4, 3.0, loss_scale=512.0, grad_norm=NAN)
+    bench.step(5, NAN)
+    bench.step(8, 1.0)
+    assert bench.said("lm loss") == ["1.000000E+00", "2.000000E+00", "NAN"]
+    assert bench.said("number of skipped iterations") == ["0", "2", "0"]
+    assert bench.said("number of nan iterations") == ["0", "1", "1"]
+    assert bench.said("elapsed time per iteration (ms)") == ["1000.0"] * 3
+    assert bench.said("loss scale") == ["1.0", "512.0", "1.0"] and bench.said("grad norm") == ["", "nan", ""]
+    assert bench.said("throughput per GPU (TFLOP/s/GPU)") == ["8.0", "6.0", "8.0"]  # nothing was computed in step 3
+    assert bench.live.series("skipped-iterations") == {4: 2.0, 8: 0.0}
+    assert bench.live.series("nan-iterations") == {4: 1.0, 8: 1.0}
+
+
+def test_a_loss_that_comes_and_goes_is_averaged_over_the_steps_that_had_it() -> None:
+    bench = Bench()
+    for iteration, losses in enumerate(({"a": 1.0}, {"a": 3.0, "b": 5.0}, {"b": 7.0}, {}), start=1):
+        bench.step(iteration, losses=losses)
+    assert (bench.said("a")[-1], bench.said("b")[-1]) == ("2.000000E+00", "6.000000E+00")
+    assert bench.writer.series("a") == {1: 1.0, 2: 3.0} and bench.writer.series("b") == {2: 5.0, 3: 7.0}
+    missing = [f"no rank has the loss {name!r} in iteration {iteration}: " for name, iteration in (("a", 3), ("b", 4))]
+    assert [text.partition("its mean")[0] for text in bench.warnings] == missing
+
+
+def test_sums_and_counts_are_divided_and_other_shapes_are_warned_of_once() -> None:
+    bench = Bench()
+    for iteration in (1, 2):
+        losses = {"lm loss": torch.tensor([6.0, 4.0]), "odd": torch.ones(3), "empty": torch.tensor([0.0, 0.0])}
+        bench.step(iteration, losses=losses)
+    bench.log.flush()
+    assert bench.writer.series("lm loss") == {1: 1.5, 2: 1.5}
+    assert bench.writer.series("odd") == {} and bench.writer.series("empty") == {}
+    assert bench.warnings == ["the loss 'odd' is not logged: it has the shape [3], not [] or [2], sum and count"]
+
+
+def test_writers_get_single_steps_under_their_own_iteration() -> None:
+    """What was handed in counts, also where a graph fills the same memory in the next step."""
+    bench = Bench(writer_interval=2, log_world_size=True, log_interval=10)
+    buffer = torch.zeros(())
+    for iteration in range(1, 8):
+        buffer.fill_(iteration)
+        figures = {"grad_norm": buffer * 2, "num_zeros": torch.tensor(16_777_217), "params_norm": 5.0}
+        bench.step(iteration, buffer, learning_rate=None if iteration == 4 else iteration / 8, **figures)
+    assert bench.writer.points == []  # nobody has waited for them: the log point after step 1 is not due for writers
+    bench.log.close()
+    assert bench.writer.series("lm loss") == {2: 2.0, 4: 4.0, 6: 6.0} and bench.writer.series("grad-norm")[6] == 12.0
+    assert bench.writer.series("learning-rate") == {2: 0.25, 6: 0.75}
+    assert bench.live.series("lm loss") == {1: 1.0, 2: 2.0, 4: 4.0, 6: 6.0}
+    of_two = {point.key: (point.value, point.vs_samples) for iteration, _, point in bench.writer.points if iteration == 2}
+    assert of_two == {
+        "learning-rate": (0.25, True),
+        "batch-size": (8, True),
+        "lm loss": (2.0, True),
+        "loss-scale": (1.0, True),
+        "world-size": (1, True),
+        "grad-norm": (4.0, True),
+        "num-zeros": (16_777_217.0, True),
+        "params-norm": (5.0, True),
+    }
+    assert {samples for iteration, samples, _ in bench.writer.points if iteration == 6} == {48}
+
+
+def test_numbers_of_an_interval_go_to_writers_as_their_flags_say() -> None:
+    """Never those of the line after the first step."""
+    for flags, keys in (
+        ({}, set()),
+        ({"log_throughput": True}, set()),
+        ({"log_timers": True}, {"iteration-time"}),
+        ({"log_timers": True, "log_throughput": True}, {"iteration-time", "throughput"}),
+    ):
+        bench = Bench(flops_per_step=lambda samples: samples * 1e12, tokens_per_sample=16, **flags)
+        for iteration in range(1, 5):
+            bench.step(iteration, 1.0, takes_s=0.5)
+        per_step = {"learning-rate", "batch-size", "lm loss", "loss-scale"}
+        assert {point.key for _, _, point in bench.writer.points} == per_step | keys
+        assert bench.live.series("iteration-time") == {4: 0.5} and bench.live.series("throughput") == {4: 16.0}
+        assert bench.live.series("tokens-per-second") == {4: 256.0}
+
+
+def test_flops_are_those_of_all_batches_of_the_interval() -> None:
+    """Also while the batch size grows."""
+    bench = Bench(flops_per_step=lambda samples: samples * 1e12, log_throughput=True)
+    for iteration, size in ((1, 2), (2, 2), (3, 4), (4, 8)):
+        bench.step(iteration, 1.0, global_batch_size=size)
+    assert bench.said("throughput per GPU (TFLOP/s/GPU)") == ["2.0", "4.0"] and bench.log.flops == 16e12
+
+
+def test_what_is_paused_is_no_step_time() -> None:
+    """Pitfall 26; may be nested, and an exception inside ends the pause."""
+    bench = Bench()
+    bench.step(1, 1.0)
+    with bench.log.paused():
+        bench.now_s += 100
+        with bench.log.paused():
+            bench.now_s += 100
+        bench.now_s += 100
+    with pytest.raises(ValueError, match="in vain"), bench.log.paused():
+        bench.now_s += 100
+        raise ValueError("in vain")
+    for iteration in (2, 3):
+        bench.step(iteration, 1.0)
+    bench.log.evaluation(3, 24, {"lm loss": (torch.tensor(6.0), 4)})
+    bench.step(4, 1.0)
+    assert bench.said("elapsed time per iteration (ms)")[-1] == "1000.0" and bench.log.train_s == 4.0
+    assert bench.lines[1] == " validation loss at iteration 3 | lm loss value: 1.500000E+00 | lm loss PPL: 4.481689E+00 |"
+
+
+def test_evaluations_are_written_with_their_perplexity() -> None:
+    bench = Bench(log_validation_ppl=True)
+    bench.step(1, 1.0)
+    bench.log.evaluation(1, 8, {"lm loss": (50.0, 2.0), "b": (1.0, 1.0)}, suffix="-held-out")
+    assert bench.writer.series("lm loss validation-held-out") == {1: 25.0}
+    assert bench.writer.series("lm loss validation-held-out ppl") == {1: math.exp(20)}
+    assert bench.lines[-1].startswith(" validation-held-out loss at iteration 1 | lm loss value: 2.500000E+01 |")
+
+
+class Meter:
+    """10 W, of which each reading is noted."""
+
+    def __init__(self, bench: Callable[[], Bench]) -> None:
+        self._bench, self._since_s, self._lap_j, self._runs = bench, 0.0, 0.0, False
+        self.calls: list[str] = []
+
+    def _collect(self) -> None:
+        now_s = self._bench().now_s
+        self._lap_j += 10 * (now_s - self._since_s) if self._runs else 0.0
+        self._since_s = now_s
+
+    def resume(self) -> None:
+        self._collect()
+        self._runs = True
+
+    def pause(self) -> None:
+        self._collect()
+        self._runs = False
+
+    def peek_j(self) -> float:
+        self._collect()
+        self.calls.append("peek")
+        return self._lap_j
+
+    def lap_j(self) -> float:
+        self._collect()
+        self.calls.append("lap")
+        lap_j, self._lap_j = self._lap_j, 0.0
+        return lap_j
+
+
+def test_no_energy_is_lost_to_the_first_line_nor_to_pauses() -> None:
+    made: list[Bench] = []
+    meter = Meter(lambda: made[0])
+    made.append(Bench.__new__(Bench))
+    made[0].now_s = 0.0
+    bench = made[0]
+    bench.__init__(log_energy=True, energy=meter)  # type: ignore[misc]
+    for iteration in range(1, 5):
+        bench.step(iteration, 1.0, takes_s=2.0)
+        with bench.log.paused():
+            bench.now_s += 5
+    assert bench.said("energy per GPU (J/iter/GPU)") == ["20.0", "20.0"] and bench.said("power per GPU (W/GPU)") == ["10.0"] * 2
+    assert meter.calls == ["lap", "peek", "lap"]
+    assert bench.writer.series("iter-energy/gpu") == {4: 20.0} and bench.live.series("power/gpu") == {4: 10.0}
+    silent = Bench(energy=meter)
+    silent.step(1, 1.0)
+    assert silent.said("energy per GPU (J/iter/GPU)") == [""]
+
+
+class Timed:
+    """Timers that only note what they are asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, bool]] = []
+
+    def gather(self, names: Sequence[str] | None, normalizer: float, reset: bool) -> GatheredTimes:
+        self.asked.append((normalizer, reset))
+        return GatheredTimes({"optimizer": [0.25]})
+
+
+def test_times_of_parts_are_those_of_one_step() -> None:
+    """Behind the first step they are divided by one step, and go on adding up."""
+    timed = Timed()
+    bench = Bench(timers=timed, log_timers=True, timer_option="max")
+    for iteration in (1, 2, 3, 4):
+        bench.step(iteration, 1.0)
+    assert timed.asked == [(1, False), (4, True)]
+    assert bench.writer.series("optimizer-time") == {4: 0.25}
+    assert re.search(r"max time across ranks \(ms\):\n +optimizer \.+: 250\.00", bench.lines[-1])
+
+
+def test_intervals_of_zero_and_unknown_flops_are_warned_of_and_harm_nothing() -> None:
+    bench = Bench(log_interval=0, writer_interval=0, log_throughput=True)
+    for iteration in range(1, 30):
+        bench.step(iteration, 1.0)
+    bench.log.close()
+    assert len(bench.lines) == 1 and bench.writer.points == [] and len(bench.warnings) == 3
+    assert "throughput" in bench.warnings[2] and bench.said("throughput per GPU (TFLOP/s/GPU)") == [""]
+
+
+def test_steps_that_wait_too_long_for_a_line_are_written_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_log, "FLUSH_AFTER_STEPS", 3)
+    bench = Bench(log_interval=1000)
+    for iteration in range(1, 9):
+        bench.step(iteration, float(iteration))
+    assert sorted(bench.writer.series("lm loss")) == [1, 2, 3, 4, 5, 6, 7]
+    bench.step(1000, 1000.0)
+    assert bench.said("lm loss")[-1] == f"{(sum(range(1, 9)) + 1000) / 9:.6E}"
+
+
+def test_it_is_closed_once_and_nothing_waits_then() -> None:
+    """Pitfalls 21 and 24."""
+    bench = Bench()
+    for iteration in (1, 2):
+        bench.step(iteration, 1.0)
+    bench.log.close()
+    bench.log.close()
+    assert bench.writer.series("lm loss") == {1: 1.0, 2: 1.0} and bench.writer.calls == bench.live.calls == ["close"]
+
+
+def test_counters_and_reduction_alone() -> None:
+    clock = [0.0]
+    counters = IntervalCounters(lambda: clock[0])
+    counters.add_step(False, 1.0, 8)
+    clock[0] = 3.0
+    assert counters.report(True, elapsed_s=2.0).elapsed_s == 2.0 and counters.elapsed_s() == 1.0  # what came since
+    (only,), extra = StepReduction().steps([{"a": (3.0, 2.0), "b": (0.0, 0.0)}], [(None, NAN, INF, -INF, 2.0)], (5.0, 1.0))
+    assert only.losses == {"a": 1.5} and extra == (5.0, 1.0)
+    assert only.maxima[0] is None and only.maxima[2:] == (INF, INF, 2.0)
+    assert only.maxima[1] is not None and math.isnan(only.maxima[1])
+    rows = LateScalars()
+    rows.put([1.0, torch.tensor([2.0, 3.0]), torch.tensor(4, dtype=torch.int64)])
+    rows.put([])
+    assert (len(rows), rows.take(), rows.take()) == (2, [[1.0, 2.0, 3.0, 4.0], []], [])
+
+
+def test_the_progress_log_counts_throughput_over_starts_with_as_many_ranks(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    log = ProgressLog(tmp_path, 2, warnings.append, job="77")
+    log.started()
+    log.saving(5)
+    log.saved(5, 3e15, 2_500_000_000, is_async=True)
+    lines = (tmp_path / "progress.txt").read_text().splitlines()
+    assert [line.split("\t")[1:4] for line in lines] == [
+        ["Job ID: 77", "# GPUs: 2", "Starting job"],
+        ["Job ID: 77", "# GPUs: 2", "Saving async checkpoint"],
+        ["Job ID: 77", "# GPUs: 2", "Saved async checkpoint"],
+    ]
+    assert "Floating-point operations: 3.00e+15\tTokens (in billions): 2.50" in lines[2] and "Iteration: 5" in lines[1]
+    told = re.search(r"Job throughput: ([0-9.]+) .*Cumulative throughput: ([0-9.]+) ", lines[2])
+    assert told is not None and float(told[1]) > 0
+    other = "2026-01-01 00:00:00\tJob ID: 1\t# GPUs: 4\tStarting job"
+    again = "2026-01-02 00:00:00\tJob ID: 2\t# GPUs: 2\tStarting job"
+    found = first_start([*lines, other, again, "torn li", again.replace("02 00", "03 00")], 2)
+    assert found is not None and (found.at.day, found.flops) == (2, 3e15)
+    assert first_start([again, other], 2) is None
+    (tmp_path / "progress.txt").unlink()
+    (tmp_path / "progress.txt").mkdir()
+    log.saving(6)
+    log.saving(7)
+    assert len(warnings) == 1 and "Is a directory" in warnings[0]

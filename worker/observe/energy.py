@@ -1,0 +1,200 @@
+"""How much energy this rank's GPU has taken, by NVML and by the GPU's UUID: an index would name another GPU wherever
+`CUDA_VISIBLE_DEVICES` is set.
+
+NVML counts millijoules since the driver was loaded (Volta and newer). A GPU without the counter has its power integrated by a
+thread that samples it, as a lap's ends alone say nothing of what lies between.
+"""
+
+import importlib
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rsup.worker.observe.contract import Warn
+
+SAMPLE_EVERY_S = 0.1
+MJ_PER_J = 1000
+
+
+class _Source(Protocol):
+    def read_j(self) -> float:
+        """Joules since some moment, never less than before. Raises what NVML does."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EnergyMeter:
+    """The energy of this rank's device while the meter runs; it starts paused. On the training thread; a reading takes up to a
+    millisecond, so take it at log points.
+
+    Every method does nothing where there is no NVML, or no device: readings are None then, and from the moment on at which NVML
+    failed, which is warned of once. Two ranks on one GPU both measure all of it.
+    """
+
+    def __init__(self, device_uuid: str | None, warn: Warn, *, nvml: Any = None) -> None:
+        """`device_uuid`: as `GPU-...`; None, or of another kind, for a rank without a GPU. `nvml`: the bindings; None: load."""
+        self._warn = warn
+        self._source = self._open(device_uuid, nvml)
+        self._since_j: float | None = None
+        """The reading at which it was resumed; None: it is paused."""
+        self._lap_j = 0.0
+        self._total_j = 0.0
+
+    @property
+    def works(self) -> bool:
+        """Whether there are readings."""
+        return self._source is not None
+
+    def resume(self) -> None:
+        """Measure from now on. Has no effect while it runs."""
+        if self._since_j is None:
+            self._since_j = self._read()
+
+    def pause(self) -> None:
+        """What is taken from now on belongs to no lap: evaluation, saves. Has no effect while it is paused."""
+        self._collect()
+        self._since_j = None
+
+    def peek_j(self) -> float | None:
+        """Joules of this lap so far, which goes on."""
+        self._collect()
+        return self._lap_j if self.works else None
+
+    def lap_j(self) -> float | None:
+        """Joules of this lap, which ends; the next one begins."""
+        lap_j = self.peek_j()
+        self._lap_j = 0.0
+        return lap_j
+
+    def total_j(self) -> float | None:
+        """Joules of all laps, with the one that goes on."""
+        self._collect()
+        return self._total_j if self.works else None
+
+    def close(self) -> None:
+        """Give up NVML. May be repeated."""
+        source, self._source, self._since_j = self._source, None, None
+        if source is not None:
+            source.close()
+
+    def _collect(self) -> None:
+        if self._since_j is None or (now_j := self._read()) is None:
+            return
+        taken_j = max(0.0, now_j - self._since_j)  # a driver that was loaded anew counts from 0 again
+        self._lap_j += taken_j
+        self._total_j += taken_j
+        self._since_j = now_j
+
+    def _read(self) -> float | None:
+        if self._source is None:
+            return None
+        try:
+            return self._source.read_j()
+        except Exception as error:  # NVML's bindings raise errors of their own, and ctypes' where a library is older
+            self._warn(f"energy is not measured any more: NVML says {_text(error)}")
+            self.close()
+            return None
+
+    def _open(self, device_uuid: str | None, nvml: Any) -> _Source | None:
+        if device_uuid is None or not device_uuid.startswith(("GPU-", "MIG-")):
+            self._warn("energy is not measured: this rank has no GPU")
+            return None
+        nvml = nvml if nvml is not None else _load()
+        if nvml is None:
+            self._warn("energy is not measured: NVML's bindings cannot be loaded (pip install nvidia-ml-py)")
+            return None
+        try:
+            nvml.nvmlInit()
+            handle = nvml.nvmlDeviceGetHandleByUUID(device_uuid.encode())
+        except Exception as error:  # see _read
+            self._warn(f"energy of {device_uuid} is not measured: NVML says {_text(error)}")
+            return None
+        return self._source_of(nvml, handle, device_uuid)
+
+    def _source_of(self, nvml: Any, handle: Any, device_uuid: str) -> _Source | None:
+        try:
+            counter = _Counter(nvml, handle)
+            counter.read_j()
+            return counter
+        except Exception as error:  # see _read
+            no_counter = _text(error)
+        try:
+            nvml.nvmlDeviceGetPowerUsage(handle)
+        except Exception as error:  # see _read
+            self._warn(
+                f"energy of {device_uuid} is not measured: NVML has no counter ({no_counter}), no power ({_text(error)})"
+            )
+            return None
+        self._warn(f"{device_uuid} has no energy counter ({no_counter}): its power is sampled every {SAMPLE_EVERY_S} s instead")
+        return PowerIntegral(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+
+
+class _Counter:
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    def read_j(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / MJ_PER_J
+
+    def close(self) -> None:
+        """NVML stays initialised: others in this process may use it, and it counts nobody."""
+
+
+class PowerIntegral:
+    """Energy from power, by trapezoids. `read_w` is called on a thread of its own, and in `read_j`."""
+
+    def __init__(
+        self, read_w: Callable[[], float], *, every_s: float = SAMPLE_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read_w = read_w
+        self._every_s = every_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._energy_j = 0.0
+        self._at_s, self._power_w = clock(), read_w()
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="rsup-power", daemon=True).start()
+
+    def read_j(self) -> float:
+        """Joules since it was made. Raises what the sampling thread met."""
+        if self._error is not None:
+            raise self._error
+        self._sample()
+        return self._energy_j
+
+    def close(self) -> None:
+        """Sample no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                self._sample()
+            except Exception as error:  # the thread's outermost frame: the training thread raises it
+                self._error = error
+                return
+
+    def _sample(self) -> None:
+        power_w = self._read_w()
+        with self._lock:
+            now_s = self._clock()
+            self._energy_j += (self._power_w + power_w) / 2 * (now_s - self._at_s)
+            self._at_s, self._power_w = now_s, power_w
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _load() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("pynvml")
+    except (ImportError, OSError, AttributeError):
+        return None

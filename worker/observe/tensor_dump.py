@@ -1,0 +1,214 @@
+"""Dumps of tensors for people who look for what went wrong: activations, gradients, parameters, tokens per expert.
+
+    dumps = TensorDumps(DumpPlan(folder, {"wgrads": 100, "activations": 1000}), [model], warn=warn)
+    for iteration in range(start, end):
+        with dumps.iteration(iteration):          # hooks are there inside, on due iterations only
+            dumps.begin_pass()
+            for number, batch in enumerate(batches):
+                dumps.micro_batch(number, len(batches))
+                model(batch).backward()
+            dumps.gradients()                     # reduced, before they are clipped
+            optimizer.step()
+            dumps.updated()
+        dumps.write()                             # where a save would be: not in the time of the step
+
+In iterations that are not due all calls together cost some microseconds. With a CUDA graph a due iteration has to run eagerly,
+since hooks do not run in a replay (`GraphedStep(eager=dumps.due)`). Nothing here raises for want of room: a dump that does not
+fit is left out with a warning, and training goes on. Files are plain dicts (`torch.load`, `weights_only`); see `dump_plan`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rsup.worker.observe.contract import Warn
+from rsup.worker.observe.dump_files import append_lines, free_disk_bytes, memory_for_dumps_bytes, write_dump
+from rsup.worker.observe.dump_hooks import Collected, IsWatched, ModuleHooks, is_linear
+from rsup.worker.observe.dump_plan import ACTIVATIONS, DGRADS, LABELS, PARAMS, TOKENS_PER_EXPERT, WGRADS, DumpPlan, size_text
+from rsup.worker.observe.tokens_per_expert import ExpertPlace, TokenCounts, lines_until, place_of
+
+
+class TensorDumps:
+    """See the module, and `dump_plan.Dumps`. One thread; nothing is collective, but the plan has to be alike on all ranks.
+
+    `chunks`: the model's parts on this rank, without a wrapper such as DistributedDataParallel; the first is `model_chunk0` in
+    files. `is_watched`: of which modules activations and data gradients are dumped. `place`: see `tokens_per_expert.place_of`.
+    """
+
+    def __init__(
+        self,
+        plan: DumpPlan,
+        chunks: Sequence[nn.Module],
+        *,
+        is_watched: IsWatched = is_linear,
+        place: Callable[[str], ExpertPlace | None] = place_of,
+        warn: Warn,
+    ) -> None:
+        self._plan = plan
+        self._intervals = {interval for label, interval in plan.intervals.items() if label in LABELS and interval >= 1}
+        self._chunks = {f"model_chunk{index}": chunk for index, chunk in enumerate(chunks)}
+        self._hooks = ModuleHooks(self._chunks, is_watched, plan.micro_batches)
+        self._tokens = TokenCounts(place, warn=warn)
+        self._warn = warn
+        self._due: frozenset[str] = frozenset()
+        """What this rank collects now; empty outside of a due iteration."""
+        self._collected = Collected(0)
+        self._iteration = 0
+        self._lines: list[str] = []
+        self._last_sizes: dict[str, int] = {}
+        for problem in plan.problems():
+            warn(problem)
+
+    def due(self, iteration: int) -> bool:
+        """See `Dumps`."""
+        return any(not iteration % interval for interval in self._intervals)
+
+    def iteration(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        """See `Dumps`. What is collected waits for `write`; after an exception there is nothing, and no hook stays."""
+        assert not self._due, f"the dump of iteration {self._iteration} has not ended"
+        due = self._plan.due_here(iteration) if self.due(iteration) else ()
+        return self._collecting(iteration, frozenset(due)) if due else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _collecting(self, iteration: int, due: frozenset[str]) -> Iterator[None]:
+        self._due, self._iteration = due, iteration
+        try:
+            self._collected = Collected(self._budget_bytes())
+            self._refuse_what_was_too_large()
+            self._watch()
+            yield
+            if TOKENS_PER_EXPERT in due:
+                self._lines = self._tokens.take_lines(iteration)
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._due = frozenset()
+            self._hooks.release()
+            self._tokens.release()
+            self._tokens.forget()
+
+    def begin_pass(self) -> None:
+        """See `Dumps`."""
+        if self._due:
+            self._tokens.forget()
+            for label in (ACTIVATIONS, DGRADS, WGRADS, PARAMS):
+                self._collected.forget(label)
+
+    def micro_batch(self, number: int, count: int) -> None:
+        """See `Dumps`."""
+        if self._due:
+            self._hooks.micro_batch(number, count)
+            self._tokens.micro_batch(number)
+
+    def gradients(self) -> None:
+        """See `Dumps`. `main_grad` where a parameter has one, else `grad`; parameters without a gradient are left out."""
+        if WGRADS in self._due:
+            self._keep(WGRADS, _gradient)
+
+    def updated(self) -> None:
+        """See `Dumps`."""
+        if PARAMS in self._due:
+            self._keep(PARAMS, lambda parameter: parameter.data)
+
+    def write(self) -> list[Path]:
+        """See `Dumps`. Waits for the disk. Whatever cannot be written is said, once; the rest is written."""
+        collected, lines = self._collected, self._lines
+        self._drop()
+        written = []
+        for label, why in collected.refused.items():
+            self._say_missing(label, why)
+        if collected.left_out:
+            kinds = ", ".join(f"{key} ({kind})" for key, kind in list(collected.left_out.items())[:3])
+            self._warn(f"values that no file can hold are left out of dumps: {kinds}")
+        for label, content in collected.content.items():
+            path = self._plan.path(label, self._iteration)
+            with self._said(label):
+                self._require_room(collected.sizes[label])
+                write_dump(path, dict(content))
+                self._last_sizes[label] = collected.sizes[label]
+                written.append(path)
+        if lines:
+            with self._said(TOKENS_PER_EXPERT):
+                append_lines(self._plan.tokens_path, lines)
+                written.append(self._plan.tokens_path)
+        return written
+
+    def resumed(self, iteration: int) -> None:
+        """See `Dumps`: lines of later iterations are dropped from this rank's file, as they come again."""
+        path = self._plan.tokens_path
+        if TOKENS_PER_EXPERT not in self._plan.intervals or not path.exists():
+            return
+        with self._said(TOKENS_PER_EXPERT):
+            before = path.read_text(errors="replace")
+            if (kept := lines_until(before, iteration)) != before:
+                aside = path.with_name(f"{path.name}.unfinished")
+                aside.write_text(kept)
+                aside.replace(path)
+
+    # ------------------------------------------------------------------------------------------------------- collecting
+
+    def _watch(self) -> None:
+        if self._due & {ACTIVATIONS, DGRADS} and not self._hooks.watch(
+            self._due - self._collected.refused.keys(), self._collected
+        ):
+            self._warn("no activations or data gradients are dumped: no module of the model is chosen")
+        if TOKENS_PER_EXPERT in self._due:
+            modules = {name: module for chunk in self._chunks.values() for name, module in chunk.named_modules()}
+            self._tokens.watch(modules)
+
+    def _keep(self, label: str, part: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+        """Copies of a tensor of each parameter. How much they take is known before the first is made."""
+        parts = [
+            (chunk, name, tensor)
+            for chunk, model in self._chunks.items()
+            for name, parameter in model.named_parameters()
+            if (tensor := part(parameter)) is not None
+        ]
+        if self._collected.has_room(label, sum(tensor.numel() * tensor.element_size() for _, _, tensor in parts)):
+            for chunk, name, tensor in parts:
+                self._collected.put(label, chunk, name, tensor)
+
+    def _drop(self) -> None:
+        self._collected, self._lines = Collected(0), []
+
+    # ------------------------------------------------------------------------------------------------------------- room
+
+    def _budget_bytes(self) -> int:
+        """What may be collected now: it has to fit into the host's memory, and then onto the disk."""
+        try:
+            on_disk = free_disk_bytes(self._plan.folder) - self._plan.keep_free_bytes
+        except OSError:  # the write will say what is wrong
+            on_disk = 1 << 62
+        return max(0, min(on_disk, memory_for_dumps_bytes()))
+
+    def _refuse_what_was_too_large(self) -> None:
+        """Hooks copy before anybody knows how much there will be: the last dump of the same tells."""
+        for label in self._due & self._last_sizes.keys():
+            self._collected.has_room(label, self._last_sizes[label])
+
+    def _require_room(self, size_bytes: int) -> None:
+        left_bytes = free_disk_bytes(self._plan.folder) - size_bytes
+        if left_bytes < self._plan.keep_free_bytes:
+            kept = size_text(self._plan.keep_free_bytes)
+            raise OSError(0, f"they take {size_text(size_bytes)}, and {kept} of the disk are to stay free")
+
+    @contextlib.contextmanager
+    def _said(self, label: str) -> Iterator[None]:
+        """Say what is not written, and go on."""
+        try:
+            yield
+        except OSError as error:
+            self._say_missing(label, error.strerror or str(error))
+
+    def _say_missing(self, label: str, why: str) -> None:
+        text = f"{label.replace('_', ' ')} of iteration {self._iteration} are not dumped to {self._plan.folder}: {why}"
+        self._warn(text)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
