@@ -32,8 +32,7 @@ test: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/mypy & mypy=$$!; $(BIN)/pyright --pythonpath $(BIN)/python; pyright=$$?; wait $$mypy && exit $$pyright
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench

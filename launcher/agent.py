@@ -19,7 +19,7 @@ import msgspec
 
 from rsup.launcher import process_events as ev
 from rsup.launcher.agent_keeper import AgentKeeper
-from rsup.launcher.agent_parts import open_parts, speaks_for_all, where_to_look
+from rsup.launcher.agent_parts import open_parts, where_to_look
 from rsup.launcher.case_relay import CaseRelay
 from rsup.launcher.error_file import write_error_file
 from rsup.launcher.event_log import JobReporter
@@ -28,7 +28,7 @@ from rsup.launcher.file_timers import kill_in_sessions, open_timers
 from rsup.launcher.health_watch import HealthWatch
 from rsup.launcher.iteration_file import IterationFile
 from rsup.launcher.keeper_process import DELIVER_WITHIN_S
-from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.launch_options import LaunchOptions, speaks_for_all
 from rsup.launcher.memory_kills import MemoryKills
 from rsup.launcher.nvrx_service import NvrxService
 from rsup.launcher.orphans import OrphanWatch

@@ -15,7 +15,7 @@ from rsup.launcher.board_reader import BoardReader
 from rsup.launcher.decider import Decider
 from rsup.launcher.descriptor_limit import raise_limit
 from rsup.launcher.inventory import Inventory, completed, read_inventory
-from rsup.launcher.launch_options import LaunchOptions, job_spec, storable
+from rsup.launcher.launch_options import LaunchOptions, job_spec, speaks_for_all, storable
 from rsup.launcher.log_options import FileNames
 from rsup.launcher.logs import LogOptions, LogPump
 from rsup.launcher.process_state import Settings
@@ -163,13 +163,6 @@ def _settings(options: LaunchOptions) -> Settings:
         speaks_for_all=speaks_for_all(options),
         gate_refusal=options.gate_refusal,
     )
-
-
-def speaks_for_all(options: LaunchOptions) -> bool:
-    """Whether this agent says what all of its job would say. The output of a SLURM step's tasks comes to one place: there the
-    first node's does."""
-    place = options.slurm
-    return place is None or not place.in_step or options.max_nodes == 1 or place.node_index == 0
 
 
 def _log_options(options: LaunchOptions) -> LogOptions:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.launch_options import LaunchOptions, speaks_for_all
 from rsup.launcher.route import Route, choose_route, why_silent
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
@@ -52,6 +52,7 @@ class Decider:
         """Dial. Raise `UsageError` for an address that is none."""
         address = self._address()
         self.client = SupervisorClient(address, agent, spec, spool, self._key_for(address))
+        self.client.speaks_for_all = speaks_for_all(self._options)
         return self.client
 
     @property

@@ -117,12 +117,13 @@ def failure_report(
     rank: int | None = None,
     num_tail_lines: int = 15,
     stood_in: Sequence[tuple[int, str]] = (),
+    says_where: bool = True,
 ) -> str:
     """The report of a failed attempt: the first failing rank with its error and last log lines, the others in a line each
     kind, what to run next. Printable text, at most `MAX_REPORT_LINES` lines. Empty if no rank failed and there is no reason.
 
-    `rank`: who failed first in the decider's judgement. `stood_in`: ranks that were alive when stacks
-    were taken, with the innermost frame of each.
+    `says_where`: with the commands that tell more. `rank`: who failed first in the decider's judgement. `stood_in`: ranks that
+    were alive when stacks were taken, with the innermost frame of each.
     """
     first = next((e for e in exits if e.exit_code and e.rank == rank), None) or first_failure(exits)
     if first is None and not reason:
@@ -132,7 +133,7 @@ def failure_report(
         others = [e for e in exits if e.exit_code and e is not first]
         below = [*_also_failed_lines(first, others), *_victim_lines(first, others), *_stack_lines(job_id, stood_in)]
         lines += _first_lines(first, min(num_tail_lines, MAX_REPORT_LINES - 12 - len(below))) + below
-    body = [*lines[: MAX_REPORT_LINES - 3], f"more: rsup report {job_id}    rsup events {job_id}"]
+    body = [*lines[: MAX_REPORT_LINES - 3], *([f"more: rsup report {job_id}    rsup events {job_id}"] if says_where else [])]
     rule = "-" * 72
     return "\n".join([rule, *(_printable(line)[:MAX_LINE_CHARS] for line in body), rule])
 

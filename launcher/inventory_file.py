@@ -59,40 +59,53 @@ class _Listing(Struct, frozen=True):
     devices: list[ListedDevice]
 
 
-def read_inventory_file(path: Path, node: str) -> tuple[ListedDevice, ...]:
-    """The records of `path` that count on `node`, in the file's order. Raise `UsageError` for a file that cannot be used."""
+def read_inventory_file(path: Path, node: str, named_by: str = FLAG) -> tuple[ListedDevice, ...]:
+    """The records of `path` that count on `node`, in the file's order. Raise `UsageError` for a file that cannot be used.
+    `named_by`: the flag by which somebody has named it; empty: it stands in its usual place."""
+    try:
+        return _read(path, node)
+    except _Unusable as problem:
+        raise UsageError(f"{named_by} {path}: {problem}".lstrip()) from None
+
+
+class _Unusable(Exception):
+    """Why a file cannot be used."""
+
+
+def _read(path: Path, node: str) -> tuple[ListedDevice, ...]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror}; check its path and permissions") from None
+        raise _Unusable(f"cannot be read: {error.strerror}; check its path and permissions") from None
     if len(data) > MAX_FILE_BYTES:
-        raise _refused(path, f"is longer than {MAX_FILE_BYTES >> 20} MiB; is that the right file?")
-    records = _decode(path, data)
+        raise _Unusable(f"is longer than {MAX_FILE_BYTES >> 20} MiB; is that the right file?")
+    records = _decode(data)
     for where, key, known in _unknown_keys(data):
-        raise _refused(path, f"{where}unknown key {key[:60]!r}; there are {', '.join(known)}; keys of your own begin with x-")
+        order = "the place in the list is the index; " if key == "index" else ""
+        raise _Unusable(f"{where}unknown key {key[:60]!r}; {order}there are {', '.join(known)}; keys of your own begin with x-")
     seen: set[str] = set()
     for place, record in enumerate(records):
         for name in ("uuid", "serial", "model", "board", "pci_bus_id", "vbios", "driver", "node"):
-            _check_text(path, place, name, getattr(record, name))
+            _check_text(place, name, getattr(record, name))
         if not record.uuid.strip():
-            raise _refused(path, f"record {place} has an empty uuid; each device needs its own")
+            raise _Unusable(f"record {place} has an empty uuid; each device needs its own")
         if record.uuid in seen:
-            raise _refused(path, f"{record.uuid} comes twice; each device is listed once")
+            raise _Unusable(f"{record.uuid} comes twice; each device is listed once")
         seen.add(record.uuid)
     return tuple(record for record in records if record.node in ("", node))
 
 
-def _decode(path: Path, data: bytes) -> list[ListedDevice]:
+def _decode(data: bytes) -> list[ListedDevice]:
     is_object = data.lstrip()[:1] == b"{"
     try:
         if is_object:
             return msgspec.json.decode(data, type=_Listing).devices
         return msgspec.json.decode(data, type=list[ListedDevice])
     except msgspec.ValidationError as error:
-        raise _refused(path, f'{error}; write [{{"uuid": "GPU-...", "serial": "..."}}, ...]') from None
+        raise _Unusable(f'{error}; write [{{"uuid": "GPU-...", "serial": "..."}}, ...]') from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(path, f"is no JSON: {error}") from None
+        raise _Unusable(f"is no JSON: {error}") from None
 
 
 def _unknown_keys(data: bytes) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -111,14 +124,10 @@ def _foreign(where: str, record: dict[str, object], kind: type[Struct]) -> Itera
     return ((where, key, known) for key in record if key not in known and not key.startswith(("_", "x-")))
 
 
-def _check_text(path: Path, place: int, name: str, text: str) -> None:
+def _check_text(place: int, name: str, text: str) -> None:
     if len(text) > MAX_NAME_CHARS or not (text.isprintable() and _is_utf8(text)):
-        raise _refused(path, f"record {place}: {name} must be at most {MAX_NAME_CHARS} printable characters")
+        raise _Unusable(f"record {place}: {name} must be at most {MAX_NAME_CHARS} printable characters")
 
 
 def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _refused(path: Path, why: str) -> UsageError:
-    return UsageError(f"{FLAG} {path}: {why}")

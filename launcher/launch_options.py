@@ -233,3 +233,10 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
         endpoint=options.rdzv_endpoint,
         phases=[phase.spec() for phase in options.phases],
     )
+
+
+def speaks_for_all(options: LaunchOptions) -> bool:
+    """Whether this agent says what all of its job would say. The output of a SLURM step's tasks comes to one place: there the
+    first node's does."""
+    place = options.slurm
+    return place is None or not place.in_step or options.max_nodes == 1 or place.node_index == 0

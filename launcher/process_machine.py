@@ -251,8 +251,16 @@ def _end_job(turn: Turn, command: wire.EndJob) -> None:
     result, report, state = command.result, command.report, turn.state
     turn.set(told=True)
     if result.exit_code and any(fact.exit_code and not fact.by_us for fact in state.exits):
-        # it was here: we have the last log lines
-        report = failure_report(state.job_id, state.exits, reason=result.reason, rank=result.rank, stood_in=state.stood_in)
+        # It was here: we have the last log lines. Without a report of the decider's another agent of this terminal has it.
+        says_where = bool(report)
+        report = failure_report(
+            state.job_id,
+            state.exits,
+            reason=result.reason,
+            rank=result.rank,
+            stood_in=state.stood_in,
+            says_where=says_where,
+        )
     if report and result.exit_code == wire.EXIT_NO_REQUEUE and "identical failures" in result.reason:
         report += "\nrsup: exit 93, do not requeue as it is: equal failures end a job, --identical-failures N says how many"
     if (result.exit_code == 0 or state.told_to_leave) and state.phase is Phase.STOPPING and not state.alive:

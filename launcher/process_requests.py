@@ -11,6 +11,10 @@ from rsup.launcher.process_state import Phase, Request
 from rsup.launcher.process_turn import Turn
 from rsup.supervisor import wire
 
+NUMBERS_WINDOW_S = 60.0
+MAX_NUMBERS = 150
+"""Messages of one rank and kind in a window. Its session sends at most one a second, and what is left at the end."""
+
 
 def ask_to_save(turn: Turn, command: wire.SaveCheckpoint) -> None:
     """Pass a checkpoint request on, or answer why that is impossible. All ranks must take part: a save is collective."""
@@ -54,7 +58,7 @@ def hear(turn: Turn, event: RankMessage) -> None:
     elif isinstance(message, wire.RankCase):
         turn.fact(wire.CaseReported(at_us, event.attempt, rank.rank, message.report))
     elif isinstance(message, (wire.RankMetrics, wire.RankStragglers)):
-        if turn.state.takes_metrics:
+        if turn.state.takes_metrics and _has_room(turn, event.local_rank, message):
             turn.fact(_numbers(message, event.attempt, rank.rank, at_us))
     elif isinstance(message, wire.RankEntered):
         turn.set_rank(event.local_rank, entered=True)
@@ -83,9 +87,27 @@ def hear(turn: Turn, event: RankMessage) -> None:
         turn.note(message.level, message.text, rank.rank)
 
 
+def _has_room(turn: Turn, local_rank: int, message: wire.RankMetrics | wire.RankStragglers) -> bool:
+    """Whether that message is passed on: a rank's session sends one a second and kind, another client may not."""
+    kind = ""
+    if isinstance(message, wire.RankMetrics):
+        kind = message.kind
+        if kind not in wire.METRIC_KINDS:
+            return False
+    rank, now_s = turn.state.ranks[local_rank], turn.now.mono_s
+    since_s, count = rank.numbers.get(kind, (now_s, 0))
+    if now_s - since_s >= NUMBERS_WINDOW_S:
+        since_s, count = now_s, 0
+    turn.set_rank(local_rank, numbers={**rank.numbers, kind: (since_s, count + 1)})
+    if count == MAX_NUMBERS:
+        what = f"{kind} metrics" if kind else "reports on stragglers"
+        turn.note("warning", f"more than {MAX_NUMBERS} messages with {what} in {NUMBERS_WINDOW_S:.0f} s: left out", rank.rank)
+    return count < MAX_NUMBERS
+
+
 def _numbers(message: wire.RankMetrics | wire.RankStragglers, attempt: int, rank: int, at_us: int) -> wire.AnyFact:
     if isinstance(message, wire.RankMetrics):
-        return wire.MetricsReported(at_us, attempt, rank, message.kind, message.series)
+        return wire.MetricsReported(at_us, attempt, rank, message.kind, message.series, message.entry)
     return wire.StragglersReported(at_us, attempt, rank, message.report)
 
 

@@ -83,6 +83,8 @@ class Rank(Struct, frozen=True):
     """The decider has said what follows from its end: it has a new process, or one in reserve has its work."""
     doomed: str = ""
     """Why NVRx's monitor is about to kill it: in-process restart's hard limit."""
+    numbers: dict[str, tuple[float, int]] = {}
+    """By kind of its numbers (empty: straggler reports): since when messages are counted, and how many there were."""
 
     @property
     def alive(self) -> bool:

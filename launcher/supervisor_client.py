@@ -94,6 +94,8 @@ class SupervisorClient:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._notes: list[str] = []
+        self.speaks_for_all = True
+        """Whether it notes what all agents of its job would say on the same terminal."""
         self._welcomed_by = ""
         self._leave_s: float | None = None
         """When to dial the next supervisor, None: stay."""
@@ -398,7 +400,7 @@ class SupervisorClient:
             self.spool.rebase(acked)
         else:
             self.spool.acknowledge(acked)
-        if self._welcomed_by not in ("", self.address):
+        if self._welcomed_by not in ("", self.address) and not known and self.speaks_for_all:  # one may have several addresses
             self._notes.append(f"the supervisor at {self.address} goes on in place of the one at {self._welcomed_by}")
         self._welcomed_by = self.address
         self._stale_identity = self._plain_identity and welcome.secret_identities

@@ -45,6 +45,8 @@ class Daemon:
         self._instance = os.urandom(8).hex()
         self._told_to_stop = False
         self._server: RpcServer | None = None
+        self._stood_by_for: set[str] = set()
+        """Why it stood by since it last led: a database that can only be read is tried each few seconds."""
 
     def run(self) -> int:
         """Until told to stop, or idle for long enough; the exit code."""
@@ -177,7 +179,7 @@ class Daemon:
                 continue
             if not self._lead(server, rpc, opened, turns):
                 return 0
-            has_stood_by = True
+            has_stood_by, self._stood_by_for = True, set()
 
     def _lead(self, server: RpcServer, rpc: str, opened: "OpenedStore", turns: "Turns") -> bool:
         """Decide for the jobs of this store; True where another has taken it over and this one can stand by."""
@@ -189,8 +191,8 @@ class Daemon:
             while not self._told_to_stop and not turns.is_over():
                 turns.one()
             lost = turns.lost is not None and self._can_stand_by and not self._told_to_stop
-            why = "another supervisor leads" if lost else "told to" if self._told_to_stop else "no job is left"
-            _log.info("ending: %s", why)
+            why = "told to" if self._told_to_stop else "another has the store" if turns.lost is not None else "no job is left"
+            _log.info("%s", "another supervisor leads: this one will stand by" if lost else f"ending: {why}")
             return lost
         finally:
             if not lost:
@@ -212,7 +214,9 @@ class Daemon:
         from rsup.supervisor.standby import Standby
 
         standby = Standby(self._settings, self._settings.database_url, server, self._secrets())
-        return standby.wait(lambda: self._told_to_stop, why)
+        said = str(why) in self._stood_by_for
+        self._stood_by_for.add(str(why))
+        return standby.wait(lambda: self._told_to_stop, why, said=said)
 
     def _secrets(self) -> dict[str, str]:
         from rsup.supervisor.standby import secrets_of

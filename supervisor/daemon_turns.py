@@ -317,7 +317,7 @@ class Turns:
 
     def _keep_house(self, now_s: float) -> None:
         if self._store.lost is not None:
-            _log.error("ending: %s", self._store.lost)
+            _log.warning("this supervisor decides nothing more: %s", self._store.lost)
             self._over = True
             return
         if not self.loop.store_error and self.loop.lease_doubt():

@@ -35,6 +35,8 @@ BUSY_TIMEOUT_S = 5.0
 RECONNECT_S = 3
 
 _WRITE = "write postgresql://user@host/database, sqlite:////path, or a path that ends in .db"
+_ESCAPED = "in a password write @ as %40, : as %3A, / as %2F"
+_DUMP_MARK = b"PGDMP"
 
 
 def split_target(target: Target) -> Path | URL:
@@ -67,9 +69,9 @@ def _url_of(text: str) -> URL:
     except ArgumentError:
         raise UsageError(f"--database-url is no URL: {_WRITE}") from None
     except ValueError:
-        raise UsageError(f"--database-url: its port is no number: {_WRITE}") from None
+        raise UsageError(f"--database-url: its port is no number: {_WRITE}; {_ESCAPED}") from None
     if "@" in (url.host or "") or (url.host is not None and "@" in (url.database or "")):
-        raise UsageError("--database-url has more than one @: write those of a password as %40 (: as %3A, / as %2F)")
+        raise UsageError(f"--database-url has more than one @: {_ESCAPED}")
     return url
 
 
@@ -167,9 +169,19 @@ def sqlite_reader(path: Path) -> Engine:
     """An engine that only reads that file, also while somebody writes, and where nothing at all may be written."""
     if not path.is_file():
         raise StoreError(f"there is no store at {path} yet: nothing was launched with this --state-dir")
+    if _is_dump(path):
+        raise UsageError(f"{path} is a dump, which only pg_restore reads: restore it into an empty database, and name that")
     if is_network_file_system(path.parent):  # a copy, which never changes but is replaced by its successor
         return _sqlite_engine(lambda: _connect_to_unchanging(path), "BEGIN", poolclass=NullPool)
     return _sqlite_engine(lambda: _connect_reading(path), "BEGIN")
+
+
+def _is_dump(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_DUMP_MARK)) == _DUMP_MARK
+    except OSError:
+        return False  # which whoever reads it says
 
 
 def _sqlite_engine(connect: Callable[[], sqlite3.Connection], begin: str, **pool: Any) -> Engine:
@@ -229,7 +241,8 @@ def postgres_writer(url: URL) -> Engine:
 def _postgres_engine(url: URL, **pool: Any) -> Engine:
     limits = {"connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "keepalives_count": 3}
     limits = {**limits, "tcp_user_timeout": 20000}
-    given = {name: value for name, value in limits.items() if name not in url.query}
+    given: dict[str, Any] = {name: value for name, value in limits.items() if name not in url.query}
+    given["client_encoding"] = "utf8"  # whatever PGCLIENTENCODING or the role says: in SQL_ASCII text comes as bytes
     try:
         return create_engine(url, connect_args=given, json_serializer=to_json, **pool)
     except (ImportError, NoSuchModuleError):

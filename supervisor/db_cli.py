@@ -27,6 +27,7 @@ from rsup.supervisor.database import (
     describe,
     find_database,
     noted_elsewhere,
+    postgres_writer,
     reader_engine,
     split_target,
     sqlite_writer,
@@ -41,11 +42,11 @@ from rsup.supervisor.postgres_lease import is_held, read_holder
 from rsup.supervisor.render import pieces, plural
 from rsup.supervisor.sql_store import SqlStore, upgrade_store
 from rsup.supervisor.sqlite_file import make_fresh_file
-from rsup.supervisor.store import StoreDamaged, StoreError, StoreTooNew, StoreTooOld
+from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreTooNew, StoreTooOld
 from rsup.supervisor.store_copy import copy_store
 from rsup.supervisor.store_merge import merge
-from rsup.supervisor.store_move import move_store
-from rsup.supervisor.wire import UsageError
+from rsup.supervisor.store_move import check_filled, move_store
+from rsup.supervisor.wire import RsupError, UsageError
 
 Answer = dict[str, Any]
 
@@ -193,12 +194,15 @@ def _copy_rows(source: Engine, target: Path) -> None:
     try:
         make_fresh_file(arriving)
         engine = sqlite_writer(arriving)
-        with source.connect() as read, engine.begin() as write:
-            copy_store(read, write, target=str(target))
-        engine.dispose()
+        try:
+            with source.connect() as read, engine.begin() as write:
+                copy_store(read, write, target=str(target))
+        finally:
+            engine.dispose()
         arriving.replace(target)
     finally:
-        arriving.unlink(missing_ok=True)
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            arriving.with_name(arriving.name + suffix).unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- check
@@ -211,7 +215,7 @@ def _check(options: argparse.Namespace, state: Path) -> Answer:
     target = find_database(state, options.database_url)
     place = split_target(target)
     answer: Answer = {"database": describe(target), "ok": True, "revision": None, "head": tables.HEAD, "holder": None}
-    answer |= {"is_old": False, "is_known": True, "is_empty": False, "is_unread": False}
+    answer |= {"is_old": False, "is_known": True, "is_empty": False, "is_unread": False, "is_writable": None}
     problems: list[str] = []
     engine = reader_engine(target)
     try:
@@ -233,8 +237,13 @@ def _check(options: argparse.Namespace, state: Path) -> Answer:
                     answer[table.name] = connection.execute(select(func.count()).select_from(table)).scalar()
             problems += [] if answer["is_old"] or answer["is_empty"] else history_problems(connection)
             problems += [f"there is no store in it yet: {_FILLED_BY}"] if answer["is_empty"] else []
+            problems += filter(None, [schema.encoding_problem(connection, describe(target))])
             if not isinstance(place, Path):
                 answer["holder"] = _holder(read_holder(connection), is_held(connection))
+                connection.rollback()
+                if not problems and (why := _cannot_be_written(place, describe(target))):
+                    answer["is_writable"] = False
+                    problems.append(why)
                 answer["size_bytes"] = connection.exec_driver_sql("SELECT pg_database_size(current_database())").scalar()
                 answer["notes"] = _server_notes(connection)
     except StoreTooNew as error:
@@ -253,10 +262,31 @@ def _check(options: argparse.Namespace, state: Path) -> Answer:
     return answer
 
 
+_SOME_ROOM = "SELECT md5(n::text) AS text FROM generate_series(1, 4000) n"
+
+
 def _holder(record: LeaseRecord | None, is_held: bool | None = None) -> Answer | None:
     if record is None or record.released:
         return None
-    return {**asdict(record), "lives": record.process_lives(this_host(), boot_id()) if is_held is None else is_held}
+    runs = record.process_lives(this_host(), boot_id())
+    return {**asdict(record), "lives": runs if is_held is None else is_held, "has_left": runs and is_held is False}
+
+
+def _cannot_be_written(place: URL, name: str) -> str:
+    """Why the server's database takes nothing now, empty where it does, or only another role may write. What is tried needs new
+    room on its disk, and is undone."""
+    engine = postgres_writer(place)
+    try:
+        with translated(name), engine.connect() as connection, connection.begin() as trial:
+            connection.exec_driver_sql(f"CREATE TABLE rsup_check_{uuid.uuid4().hex} AS {_SOME_ROOM}")
+            trial.rollback()
+    except StoreFull as error:
+        return str(error)
+    except StoreError:
+        return ""  # not ours to make tables in: whether rows can be written is not for this role to try
+    finally:
+        engine.dispose()
+    return ""
 
 
 def _server_notes(connection: Connection) -> list[str]:
@@ -272,6 +302,8 @@ def _server_notes(connection: Connection) -> list[str]:
 def _check_text(answer: Answer) -> str:
     verdict = "sound" if answer["ok"] else "NOT SOUND" if answer["is_known"] else "CANNOT BE CHECKED by this release"
     lines = [f"{answer['database']}: {verdict}, schema {answer['revision']}"]
+    if answer["is_writable"] is False:
+        lines[0] = f"{answer['database']}: sound, but CANNOT BE WRITTEN, schema {answer['revision']}"
     if answer["is_empty"] or answer["is_unread"]:
         lines = [f"{answer['database']}: {'EMPTY' if answer['is_empty'] else 'CANNOT BE READ'}"]
     if "events" in answer:
@@ -282,8 +314,10 @@ def _check_text(answer: Answer) -> str:
     lines += [f"  {problem}" for problem in [*answer["problems"], *answer.get("notes", ())]]
     if answer["holder"]:
         holder = answer["holder"]
-        lives = {True: "runs", False: "is gone", None: "cannot be seen from here"}[holder["lives"]]
-        lines.append(f"  held by pid {holder['pid']} on {holder['host']}, which {lives}")
+        lives = {True: "runs", False: "is gone, or has given it up", None: "cannot be seen from here"}[holder["lives"]]
+        who = f"pid {holder['pid']} on {holder['host']}"
+        left = f"  held by nobody now; {who} had it, and runs: it has lost its session, or given it up"
+        lines.append(left if holder["has_left"] else f"  held by {who}, which {lives}")
     return "\n".join(lines)
 
 
@@ -292,8 +326,14 @@ def _check_text(answer: Answer) -> str:
 
 def _upgrade(options: argparse.Namespace, state: Path) -> Answer:
     target = _written_target(options, state)
+    check_filled(target, "check --database-url")
     dumped = None if options.no_backup else _dump_before(target, state)
-    migrated = upgrade_store(target, _holder_of_command())
+    try:
+        migrated = upgrade_store(target, _holder_of_command())
+    except (RsupError, KeyboardInterrupt):
+        if dumped is not None:
+            print(f"rsup db: the database as it was before: {dumped}", file=sys.stderr)
+        raise
     name, before, backup = describe(target), tables.HEAD, dumped
     text = f"{name} has schema {before} already"
     if migrated is not None:
@@ -325,8 +365,7 @@ def _dump_before(target: Target, state: Path) -> Path | None:
 
 
 def _copy_all(options: argparse.Namespace, state: Path) -> Answer:
-    del state
-    moved = move_store(options.source, options.target, _holder_of_command)
+    moved = move_store(options.source, options.target, _holder_of_command, state)
     rows = moved.copied.rows
     text = (
         f"copied from {moved.source} to {moved.target}: {plural(rows['jobs'], 'job')}, {plural(rows['events'], 'event')}, "
@@ -346,9 +385,11 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
     target = _written_target(options, state)
     if describe(other) == describe(target):
         raise UsageError(f"{describe(other)} is the store itself; name another one")
+    check_filled(other, "check OTHER", of_this_release=True)
+    if not isinstance(split_target(target), Path):
+        check_filled(target, "check --database-url; `rsup serve` makes the first")
     source = reader_engine(other)
     try:
-        _check_merged(source, describe(other))
         store = SqlStore.open(target, holder=_holder_of_command(), alone_may_migrate=False)
         try:
             with translated(describe(other)):
@@ -365,14 +406,6 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
     if merged.new_evidence or merged.changed_subjects:
         text += f"; {pieces(merged.new_evidence)} new, {merged.changed_subjects} devices or nodes changed"
     return {"database": describe(target), "other": describe(other), **asdict(merged), "text": text}
-
-
-def _check_merged(source: Engine, name: str) -> None:
-    with translated(name), source.connect() as connection:
-        revision = schema.read_revision(connection)
-    if revision is None:
-        raise UsageError(f"there is no store in {name} yet; check OTHER")
-    schema.check_revision(revision, name)
 
 
 def _written_target(options: argparse.Namespace, state: Path) -> Target:

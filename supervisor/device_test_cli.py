@@ -41,8 +41,11 @@ def main(argv: Sequence[str], keep: Keep | None = None, told: Callable[[list[Jso
     if any(word in ("-h", "--help") for word in words):
         return subprocess.run(_command([*words]), env=_environment()).returncode
     state = places.state_dir(own["--state-dir"] or None)
-    sources = Sources(state, own["--supervisor"], note=lambda text: None)
-    held = _held(sources)
+    host_first = places.names_no_state_dir(own["--state-dir"])
+    sources = [Sources(state, own["--supervisor"], note=lambda text: None, host_first=host_first)]
+    if sources[0].asks_the_host():
+        sources.append(Sources(state, "", note=lambda text: None, own_only=True))
+    held = {uuid: job for one in sources for uuid, job in _held(one).items()}
     folder = state / FOLDER
     with tempfile.TemporaryDirectory(prefix="rsup-test-") as scratch:
         results = Path(scratch, "results.json")
@@ -122,15 +125,18 @@ def _held(sources: Sources) -> dict[str, str]:
     return held
 
 
-def _kept_steps(sources: Sources, case: str) -> tuple[str, str]:
+def _kept_steps(sources: Sequence[Sources], case: str) -> tuple[str, str]:
     """The folder of the case's steps, and why nothing can be replayed where it holds none. Raise `UsageError` for a case that
     nobody knows."""
     if not case.strip():
         raise UsageError("--replay names no case; `rsup cases list` shows them")
-    try:
-        found = sources.read(lambda source: source.case(case))
-    except QueryError as error:
-        raise UsageError(str(error)) from None
+    found: list[Json] = []
+    for one in sources:
+        try:
+            found = found or one.read(lambda source: source.case(case))
+        except QueryError as error:
+            if one is sources[-1]:
+                raise UsageError(str(error)) from None
     if not found:
         raise UsageError(f"no case {case[:200]!r}; `rsup cases list` shows them")
     folder = str(found[-1].get("checkpoint") or "")

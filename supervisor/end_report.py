@@ -41,7 +41,7 @@ def report_text(state: JobState, result: JobResult) -> str:
     gone = [a.info.node for a in state.agents.values() if a.role in (Role.GONE, Role.LOST) and a.group_rank >= 0]
     if gone:
         lines.append(f"  nodes that were lost: {', '.join(sorted(gone))}")
-    lines.append(f"  the whole story: rsup events {state.key.job_id}")
+    lines.append(f"  more: rsup report {state.key.job_id}    rsup events {state.key.job_id}")
     return "\n".join(lines)
 
 

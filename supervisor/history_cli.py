@@ -220,14 +220,16 @@ def _answer(arguments: argparse.Namespace, question: Question, *, from_store: bo
     """From the running supervisor, else from the store. `from_store`: the other way round, since it costs seconds, which are
     then ours; or only the store, where the question cannot be posted."""
     state = places.state_dir_to_read(arguments.state_dir)
-    if from_store:
+    host_first = places.names_no_state_dir(arguments.state_dir)
+    sources = Sources(state, arguments.supervisor, note=_note, host_first=host_first)
+    if from_store and (question.body is None or not sources.asks_the_host()):
         try:
             return StoreSource(state, _note).answer(question)
         except QueryError as error:
             if question.body is None:
                 raise
             _note(f"{error}; asking the supervisor")
-    return Sources(state, arguments.supervisor, note=_note).read(lambda source: source.answer(question))
+    return sources.read(lambda source: source.answer(question))
 
 
 def _note(text: str) -> None:

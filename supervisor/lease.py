@@ -24,6 +24,9 @@ from rsup.supervisor.store import StoreHeld
 RECORD_BYTES = 2048
 """Size of a lease record on disk, padded, so that a bump needs no new block."""
 
+COMMANDS = ("db-", "verb-")
+"""How the instances of commands begin, which hold a lease while they change a store."""
+
 
 @dataclass(frozen=True)
 class LeaseHolder:
@@ -105,12 +108,15 @@ def read_record(database: Path) -> LeaseRecord | None:
 
 def held_error(database: Path | str, record: LeaseRecord | None) -> StoreHeld:
     """The error for a lease that `record` holds."""
+    other = "another --database-url" if "://" in str(database) else "another --state-dir"
     if record is None:
-        return StoreHeld(f"the store {database} is in use by another rsup process; wait for it or choose another --state-dir")
+        return StoreHeld(f"the store {database} is in use by another rsup process; wait for it or choose {other}")
+    process = f"pid {record.pid} on {record.host}"
+    if record.instance.startswith(COMMANDS):
+        return StoreHeld(f"the store {database} is held by an rsup command that changes it ({process}); wait for it")
     where = f", answering at {record.rpc}" if record.rpc else ""
     return StoreHeld(
-        f"the store {database} is held by the supervisor with pid {record.pid} on {record.host}{where}; "
-        "use that one, stop it, or choose another --state-dir",
+        f"the store {database} is held by the supervisor with {process}{where}; use that one, stop it, or choose {other}",
         address=record.rpc,
         rest=record.rest,
     )
@@ -191,7 +197,13 @@ def encode_record(record: LeaseRecord) -> bytes:
 def decode_record(data: bytes) -> LeaseRecord:
     """The record in `data`; fields of a newer release are ignored. Raise `ValueError` or `TypeError`."""
     fields = json.loads(data)
-    return LeaseRecord(**{name: fields[name] for name in LeaseRecord.__dataclass_fields__ if name in fields})
+    if not isinstance(fields, dict):
+        raise ValueError("a lease record is an object")
+    record = LeaseRecord(**{name: fields[name] for name in LeaseRecord.__dataclass_fields__ if name in fields})
+    for name, kind in LeaseRecord.__annotations__.items():
+        if not isinstance(getattr(record, name), kind):
+            raise ValueError(f"{name} of a lease record is no {kind.__name__}")
+    return record
 
 
 def replace_record(path: Path, record: LeaseRecord) -> None:

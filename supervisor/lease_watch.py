@@ -74,6 +74,10 @@ class LeaseWatch:
                     _log.warning("%s", problem)
                 self.sight = Sight(leader=self.sight.leader, problem=problem)
                 self._stop.wait(RETRY_EVERY_S)
+            except Exception as error:  # without this thread nobody would ever take over
+                _log.exception("the lease of %s cannot be watched; trying again", self._database)
+                self.sight = Sight(leader=self.sight.leader, problem=f"{type(error).__name__}: {error}")
+                self._stop.wait(RETRY_EVERY_S)
 
     def _look_on(self, connection: Connection) -> None:
         connected_s = time.monotonic()

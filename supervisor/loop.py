@@ -9,7 +9,8 @@ kept in a bounded queue and tried again each second, reports and known agents th
 agent thinks its supervisor dead. A new agent is told why it cannot start (of a shared supervisor: to try another, or to be its
 own), and nothing is kept of it: it may be gone when the store can be written again.
 
-A store that answers and refuses what it is given (`StoreRefuses`) costs the one input that it refuses, not all that came along.
+A store that answers and refuses what it is given (`StoreRefuses`) costs the one input that it refuses, not all that came along;
+of a report the one fact, in whose place a line stands in the story, so that the facts behind it get through.
 
 Where another supervisor may have taken over meanwhile (`lease_doubt`) reports are not answered so: an agent that hears us would
 not look for the other, and its fence timeout would begin anew. It hears `StandsBy`, and keeps what it has to say.
@@ -64,6 +65,7 @@ from rsup.supervisor.loop_inputs import (
 from rsup.supervisor.loop_sweep import Sweep
 from rsup.supervisor.outgoing import Outgoing
 from rsup.supervisor.records import JobKey
+from rsup.supervisor.rpc_decoding import parts_of
 from rsup.supervisor.states import JobState, Phase, Role, StateUnreadable, decode, rebased
 from rsup.supervisor.store import Store, StoreError, StoreRefuses
 from rsup.supervisor.wire import AgentGone, Bye, Hello, Refusal, Report, RsupError, SupervisorInfo
@@ -86,6 +88,9 @@ REFUSE_AFTER_S = 2.0
 
 COME_BACK_S = 6.0
 """How long agents that were told to ask elsewhere may take until they are here again (`supervisor_client.STAY_S`)."""
+
+SETTLED_S = 5.0
+"""A store that fails again sooner, and for the same reason, had not recovered: of that the log need not hear each time."""
 
 _LOG_EVERY_S = 60.0
 
@@ -133,6 +138,11 @@ class Loop:
         self._retry_at_s = 0.0
         self._refused_logged_s = -_LOG_EVERY_S
         self._failing_since_s = 0.0
+        self._recovered_s = -SETTLED_S
+        """When the store could last be written again, by the machine's clock."""
+        self._last_error = ""
+        self._comes_and_goes = False
+        """Whether it has failed again before it had settled, which the log knows."""
         self._has_doubted = False
         """Whether agents were sent away since the store failed."""
         self._all_back_s = 0.0
@@ -190,6 +200,9 @@ class Loop:
         if not self.store_error and (doubt := self.lease_doubt()):
             self._store_failed(StoreError(doubt), [])
             return
+        if self._comes_and_goes and not self.store_error and now_s - self._recovered_s >= SETTLED_S:
+            self._comes_and_goes = False
+            _log.warning("the store can be written again")
         if self._has_doubted:
             self._has_doubted = False
             self._all_back_s = now_s + COME_BACK_S
@@ -199,6 +212,10 @@ class Loop:
         self._process(backlog, with_time=True)
         if not self.store_error:
             self._live.forget_ended(self._listened_s())
+
+    def store_trouble(self) -> str:
+        """Why the store cannot be written, also where it can now and then; empty if it can. From any thread."""
+        return self.store_error or (self._last_error if self._comes_and_goes else "")
 
     def next_wakeup_s(self) -> float:
         """Seconds until `tick` has something to do, at most a second."""
@@ -268,8 +285,10 @@ class Loop:
             self._store_failed(error, inputs)
             return False
         if self.store_error:
-            _log.warning("the store can be written again")
             self.store_error = ""
+            self._recovered_s = self._clock.monotonic_s()
+            if not self._comes_and_goes:
+                _log.warning("the store can be written again")
         self._perform(batch, began_s)
         return True
 
@@ -284,11 +303,15 @@ class Loop:
                 self._keep(inputs[half:])
                 return False
             return self._process(inputs[half:]) and (not with_time or self._process([], with_time=True))
-        self._drop(inputs[0], str(error))
+        why = " ".join(str(error).split())[:300]
+        message = None if isinstance(inputs[0], _NO_MESSAGE) else inputs[0].message
+        if isinstance(message, Report) and (parts := parts_of(message, why)):
+            return self._process([AgentMessage(message.agent_id, part) for part in parts])
+        self._drop(inputs[0], why)
         now_s = self._clock.monotonic_s()
         if now_s - self._refused_logged_s >= _LOG_EVERY_S:  # an agent says it again each second
             self._refused_logged_s = now_s
-            _log.error("%s; this input is left out: %.300r", error, inputs[0])
+            _log.error("%s; left out: %s", why, _called(inputs[0]))
         return True
 
     def _guarded(self, batch: Batch, hardware: BookTurn, one: Input) -> None:
@@ -327,14 +350,21 @@ class Loop:
 
     def _store_failed(self, error: StoreError, inputs: Sequence[Input]) -> None:
         now_s = self._clock.monotonic_s()
-        if not self.store_error:
-            self._failing_since_s = now_s
+        if not self.store_error and self._fails_again(str(error), now_s):
+            if not self._comes_and_goes:
+                _log.error("the store fails again, and is tried until it can be written for some seconds: %s", error)
+            self._comes_and_goes = True
+        elif not self.store_error:
+            self._failing_since_s, self._comes_and_goes = now_s, False
             _log.error("%s; training goes on, nothing is decided or acknowledged until the store can be written", error)
         elif _without_numbers(self.store_error) != _without_numbers(str(error)):
             _log.error("the store cannot be written still: %s", error)
-        self.store_error = str(error)
+        self.store_error = self._last_error = str(error)
         self._retry_at_s = now_s + RETRY_S
         self._keep(inputs)
+
+    def _fails_again(self, error: str, now_s: float) -> bool:
+        return now_s - self._recovered_s < SETTLED_S and _without_numbers(self._last_error) == _without_numbers(error)
 
     def _keep(self, inputs: Sequence[Input]) -> None:
         """Put inputs aside. Reports are answered without a word of what is new in them, so that their agents stay."""
@@ -368,9 +398,9 @@ class Loop:
         while len(self._backlog) > MAX_BACKLOG:
             self._drop(self._backlog.popleft(), f"not taken up, too much waits for the store: {self.store_error}")
 
-    def _turn_away(self, agent_id: str) -> None:
+    def _turn_away(self, agent_id: str, trouble: str = "") -> None:
         """A new agent. One whose supervisor is shared may go to another, or be its own; an embedded one's has no other."""
-        why = f"no job can be started now: {self.store_error}"
+        why = f"no job can be started now: {trouble or self.store_error}"
         if self.info.embedded:
             self._outgoing.refuse(agent_id, Refusal(1, why))
         else:
@@ -402,6 +432,8 @@ class Loop:
             one.reply(None)
         elif isinstance(one, RecordsToKeep):
             one.reply(False)
+        elif not isinstance(one, _NO_MESSAGE) and isinstance(one.message, Hello) and self._is_new(one.message):
+            self._turn_away(one.message.agent.agent_id, text)
 
     def _perform(self, batch: Batch, began_s: float) -> None:
         """Send what was decided in a turn that began at `began_s` of the machine's clock."""
@@ -532,6 +564,13 @@ def _is_meant(state: JobState, job: JobKey | str) -> bool:
     if isinstance(job, JobKey):
         return state.key == job
     return state.phase is not Phase.ENDED and job in (state.key.job_id, f"{state.key.job_id}.{state.key.run}")
+
+
+def _called(one: Input) -> str:
+    """An input in a log line: not all that somebody has written into it."""
+    if isinstance(one, _NO_MESSAGE):
+        return type(one).__name__
+    return f"{type(one.message).__name__} of agent {one.agent_id[:80]!r}"
 
 
 def _without_numbers(text: str) -> str:

@@ -1,13 +1,19 @@
 """Writes the numbers of a training into the store: a series is a curve that goes on over restarts, of bounded length.
 
 A rank that goes back (a resume, an in-process restart) tells iterations again: what the series had from there on is what no
-longer holds, and goes. So a run that was interrupted has the same curve as one that was not. Of a series that has grown beyond
-`MAX_POINTS` neighbours are put together (`wire.thinned`), so that a day and a year of training take equal room.
+longer holds, and goes. So a run that was interrupted has the same curve as one that was not. Within an entry into the training
+function a series has one teller: what another rank says of it is left out.
+
+Of a series that has grown beyond `MAX_POINTS` neighbours are put together (`wire.thinned`), so that a day and a year of
+training take equal room: the longest first, a few in a transaction, for the loop must not wait for hundreds. At twice that
+length whatever comes is put together with the newest point, so that no flood makes a series longer.
 
 Everything written is absolute, so that a transaction may be done again. What is remembered between transactions (where each
 series ends) counts once they are committed.
 """
 
+import functools
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +28,12 @@ from rsup.supervisor.wire import MAX_METRIC_NAME_BYTES, MAX_METRICS_A_KIND, Metr
 MAX_POINTS = 2000
 """Of a series."""
 MAX_THINNED_AT_ONCE = 2
-"""Series, in one transaction: the loop must not wait for hundreds. A series may be longer for so many transactions."""
+"""Series, in one transaction."""
 MAX_JOBS_REMEMBERED = 1024
 LARGEST = 1e200
 """What is larger is shown as not finite."""
+SMALLEST = 1e-300
+"""What is nearer to zero is zero: nobody draws it, and ratios of such numbers overflow."""
 
 POINT = tuple(metric_points.c[name] for name in MetricBin.__struct_fields__)
 """The columns of a point."""
@@ -39,27 +47,28 @@ class _Tail:
     """The end of a series."""
 
     attempt: int
+    entry: int
     rank: int
-    iteration: int
-    num_points: int
+    iteration: int = -1
+    num_points: int = 0
     total: float = 0.0
 
 
 class MetricWriter:
-    """Of one store. Call `begin`, then `write` for each record of a transaction, then `committed` if it was."""
+    """Of one store. Call `begin`, then `write` for each record of a transaction, `finish`, then `committed` if it was."""
 
     def __init__(self, insert_of: Callable[[Table], Any]) -> None:
         """`insert_of`: the dialect's insert, which knows conflicts."""
         self._tails: dict[int, dict[Key, _Tail]] = {}
         self._new: dict[int, dict[Key, _Tail]] = {}
-        self._num_thinned = 0
+        self._long: set[tuple[int, Key]] = set()
+        """Series that may be beyond `MAX_POINTS`, by job; of a transaction that failed, too."""
         self._put_points = _upsert(insert_of, metric_points)
         self._put_series = _upsert(insert_of, metric_series)
 
     def begin(self) -> None:
         """A transaction begins; what the one before found counts only if `committed` was called."""
         self._new = {}
-        self._num_thinned = 0
 
     def committed(self) -> None:
         """The transaction is on disk."""
@@ -81,21 +90,41 @@ class MetricWriter:
             bins = in_order(bins)
             if not bins or not 0 < len(name.encode("utf-8", "replace")) <= MAX_METRIC_NAME_BYTES:
                 continue
-            if key not in tails:
+            tail = tails.get(key)
+            if tail is None:
                 if num_of_kind >= MAX_METRICS_A_KIND:
                     continue
                 num_of_kind += 1
+                tail = _Tail(record.attempt, record.entry, record.rank)
+            elif _is_anothers(tail, record):
+                continue
             where = {"job": job, "kind": record.kind, "name": name}
-            num = self._make_room(connection, where, tails.get(key), record, bins)
+            num, last = self._make_room(connection, where, tail, bins), bins[-1]
+            total = tail.total + _sum(bins)
+            if num + len(bins) > 2 * MAX_POINTS:
+                num, bins = _joined_to_last(connection, where, num, bins)
             points += [{**where, **_row(one)} for one in bins]
-            last = bins[-1]
-            total = (tails[key].total if key in tails else 0.0) + _sum(bins)
-            tails[key] = _Tail(record.attempt, record.rank, last.iteration, num + len(bins), total)
+            num += len(bins)
+            tails[key] = _Tail(record.attempt, record.entry, record.rank, last.iteration, num, total)
             ends.append({**where, **_end(tails[key], last)})
+            if num > MAX_POINTS:
+                self._long.add((job, key))
         if points:
             connection.execute(self._put_points, points)
+        if ends:
             connection.execute(self._put_series, ends)
-            self._thin(connection, job, record.kind, record.series)
+
+    def finish(self, connection: Connection) -> None:
+        """Before the transaction ends: make the longest series shorter."""
+        found = []
+        for job, key in list(self._long):
+            tail = (self._new.get(job) or self._tails.get(job) or {}).get(key)
+            if tail is None or tail.num_points <= MAX_POINTS:
+                self._long.discard((job, key))  # or nobody has told anything of that job for long
+            else:
+                found.append((tail.num_points, job, key))
+        for _, job, key in heapq.nlargest(MAX_THINNED_AT_ONCE, found):
+            self._thin(connection, job, key)
 
     def _tails_of(self, connection: Connection, job: int) -> dict[Key, _Tail]:
         if job not in self._new:
@@ -103,39 +132,70 @@ class MetricWriter:
             if known is None:
                 known = {}
                 of = metric_series.c
-                tail_of = (of.attempt, of.rank, of.iteration, of.num_points, of.total)
+                tail_of = (of.attempt, of.entry, of.rank, of.iteration, of.num_points, of.total)
                 query = select(of.kind, of.name, *tail_of).where(of.job == job)
                 for kind, name, *tail in connection.execute(query):
                     known[kind, name] = _Tail(*tail)
             self._new[job] = dict(known)
         return self._new[job]
 
-    def _make_room(
-        self, connection: Connection, where: dict[str, Any], tail: _Tail | None, record: MetricsSaved, bins: Sequence[MetricBin]
-    ) -> int:
+    def _make_room(self, connection: Connection, where: dict[str, Any], tail: _Tail, bins: Sequence[MetricBin]) -> int:
         """Take away what these points stand in place of; return how many the series then has."""
-        if tail is None or bins[0].first > tail.iteration:
-            return 0 if tail is None else tail.num_points
-        if tail.attempt == record.attempt and tail.rank != record.rank:
-            return tail.num_points  # two ranks tell one series: neither goes back
-        connection.execute(delete(metric_points).where(*_is(where), metric_points.c.iteration >= bins[0].first))
+        start, of = bins[0], metric_points.c
+        if start.first > tail.iteration:
+            return tail.num_points
+        around = select(*POINT).where(*_is(where), of.first < start.first, of.iteration >= start.first)
+        cut = [_before(bin_of(row), start) for row in connection.execute(around)]
+        connection.execute(delete(metric_points).where(*_is(where), of.iteration >= start.first))
+        if cut:
+            connection.execute(self._put_points, [{**where, **_row(one)} for one in cut])
         return _count(connection, where)
 
-    def _thin(self, connection: Connection, job: int, kind: str, names: Sequence[str] | dict[str, Any]) -> None:
-        tails = self._new[job]
-        for name in names:
-            tail = tails.get((kind, name))
-            if tail is None or tail.num_points <= MAX_POINTS or self._num_thinned >= MAX_THINNED_AT_ONCE:
-                continue
-            self._num_thinned += 1
-            where = {"job": job, "kind": kind, "name": name}
-            query = select(*POINT).where(*_is(where)).order_by(metric_points.c.iteration)
-            kept = thinned([bin_of(row) for row in connection.execute(query)], MAX_POINTS // 2)
+    def _thin(self, connection: Connection, job: int, key: Key) -> None:
+        tails = self._tails_of(connection, job)
+        where = {"job": job, "kind": key[0], "name": key[1]}
+        query = select(*POINT).where(*_is(where)).order_by(metric_points.c.iteration)
+        kept = thinned([bin_of(row) for row in connection.execute(query)], MAX_POINTS // 2)
+        tails[key] = replace(tails[key], num_points=len(kept))
+        if kept:  # else they have been forgotten since
             connection.execute(delete(metric_points).where(*_is(where)))
             connection.execute(insert(metric_points), [{**where, **_row(one)} for one in kept])
-            tails[kind, name] = replace(tail, num_points=len(kept))
-            num = {**where, **_end(tails[kind, name], kept[-1])}
-            connection.execute(self._put_series, [num])
+            connection.execute(self._put_series, [{**where, **_end(tails[key], kept[-1])}])
+
+
+def _is_anothers(tail: _Tail, record: MetricsSaved) -> bool:
+    """Whether that series is told by another rank, or has been told again from a later entry on."""
+    then, now = (tail.attempt, tail.entry), (record.attempt, record.entry)
+    return now < then or (now == then and record.rank != tail.rank)
+
+
+def _joined_to_last(
+    connection: Connection, where: dict[str, Any], num: int, bins: Sequence[MetricBin]
+) -> tuple[int, list[MetricBin]]:
+    """All of these points and the newest one of the series as one point, and how many the series has without it."""
+    whole = functools.reduce(MetricBin.joined, bins)
+    newest = select(*POINT).where(*_is(where)).order_by(metric_points.c.iteration.desc()).limit(1)
+    row = connection.execute(newest).first()
+    if row is None:
+        return num, [whole]
+    last = bin_of(row)
+    if last.iteration >= whole.first:  # a transaction that is done twice
+        return num, []
+    connection.execute(delete(metric_points).where(*_is(where), metric_points.c.iteration == last.iteration))
+    return num - 1, [last.joined(whole)]
+
+
+def _before(one: MetricBin, start: MetricBin) -> MetricBin:
+    """Of a stretch the part before `start`, which begins within it; what was in that part is taken to be as the whole was."""
+    share = (start.first - one.first) / (one.iteration - one.first + 1)
+    count = max(1, round(one.count * share))
+    num_non_finite = min(round(one.num_non_finite * share), count - (one.num_non_finite < one.count))
+    consumed_samples = min(one.consumed_samples, start.consumed_samples)
+    return MetricBin(
+        *(one.first, start.first - 1, one.at_us, consumed_samples, one.value, one.low, one.high, one.value),
+        count=count,
+        num_non_finite=num_non_finite,
+    )
 
 
 def in_order(bins: Sequence[MetricBin]) -> list[MetricBin]:
@@ -159,6 +219,8 @@ def bin_of(row: Sequence[Any]) -> MetricBin:
 
 def finite(value: float) -> float | None:
     """What a column holds of it: databases and JSON differ over NaN and infinities, and over sums that become infinite."""
+    if abs(value) < SMALLEST:
+        return 0.0
     return value if abs(value) <= LARGEST else None
 
 
@@ -180,6 +242,7 @@ def _row(one: MetricBin) -> dict[str, Any]:
 def _end(tail: _Tail, last: MetricBin) -> dict[str, Any]:
     return {
         "attempt": tail.attempt,
+        "entry": tail.entry,
         "rank": tail.rank,
         "iteration": tail.iteration,
         "at_us": last.at_us,
@@ -192,7 +255,7 @@ def _end(tail: _Tail, last: MetricBin) -> dict[str, Any]:
 
 def _sum(bins: Sequence[MetricBin]) -> float:
     total = sum(one.value * (one.count - one.num_non_finite) for one in bins if one.count > one.num_non_finite)
-    return total if math.isfinite(total) else 0.0
+    return total if abs(total) <= LARGEST else 0.0
 
 
 def _is(where: dict[str, Any]) -> list[Any]:

@@ -80,12 +80,15 @@ def hardware_metrics(connection: Connection) -> list[Metric]:
     ]
 
 
-def live_metrics(release: str, beat_ages_s: Sequence[float], loop_age_s: float, counters: Mapping[str, float]) -> list[Metric]:
+def live_metrics(
+    release: str, beat_ages_s: Sequence[float], loop_age_s: float, counters: Mapping[str, float], is_ready: bool
+) -> list[Metric]:
     """What the running supervisor knows. `counters` maps names without `rsup_` to values (dropped and bad messages, commit
     latency, ...); those that end in `_total` are counters, the others gauges."""
     oldest = max(beat_ages_s, default=0.0)
     metrics = [
         Metric("rsup_up", "gauge", "1 while the supervisor runs, with its release.", [({"release": release}, 1)]),
+        Metric("rsup_ready", "gauge", "1 while the supervisor decides, as /readyz says; else 0.", [({}, int(is_ready))]),
         Metric("rsup_beat_age_seconds_max", "gauge", "Age of the oldest beat of all running ranks.", [({}, oldest)]),
         Metric("rsup_loop_age_seconds", "gauge", "Time since the supervisor's loop last turned.", [({}, loop_age_s)]),
     ]

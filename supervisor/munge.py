@@ -11,6 +11,7 @@ does (libmunge gives up after some seconds): never make one on a thread that mus
 
 import ctypes
 import functools
+import hashlib
 import os
 import socket
 from collections.abc import Collection
@@ -106,9 +107,15 @@ def decode(credential: str, socket_path: str = "") -> Decoded:
 # ---------------------------------------------------------------------------------------------- whom it was made for
 
 
-def rest_payload(address: str, method: str, path: str) -> str:
+def rest_payload(address: str, method: str, path: str, query: str = "", body: bytes = b"") -> str:
     """What the credential of a REST request at `address` is for."""
-    return f"{REST_PURPOSE} {audience(address)} {method} {path}"
+    return f"{REST_PURPOSE} {audience(address)} {rest_subject(method, path, query.encode(), body)}"
+
+
+def rest_subject(method: str, path: str, query: bytes, body: bytes) -> str:
+    """The request itself: with a digest of `query`, as it stands in the URL, and `body`, so that nobody on the way can give the
+    credential to another one."""
+    return f"{method} {path} {hashlib.sha256(len(query).to_bytes(8, 'big') + query + body).hexdigest()}"
 
 
 def rpc_payload(address: str, agent_id: str) -> str:

@@ -128,7 +128,10 @@ def _switch(turn: Turn, event: OperatorAsked) -> str:
     reason = f"detection of stragglers switched {word} by {_by(event)}"
     turn.log("Switched", reason, principal=event.principal, data={"stragglers": is_on})
     push_limits(turn, reason)
-    return f"the detection of stragglers is switched {word} in job {job}: the ranks follow at their next report"
+    said = f"the detection of stragglers is switched {word} in job {job}"
+    if not any(agent.live_attempt and agent.live_attempt == turn.state.attempt for agent in turn.state.agents.values()):
+        return f"{said}: no rank runs now, it holds from the next attempt on"
+    return f"{said}: the ranks follow at their next report, if their rsup is not of an older release"
 
 
 _SWITCHES = {"stragglers-on": True, "stragglers-off": False}

@@ -57,6 +57,11 @@ def state_dir_to_read(given: str | None) -> Path:
     return path
 
 
+def names_no_state_dir(given: str | None) -> bool:
+    """Whether somebody with that `--state-dir` has said nothing about it: then a supervisor of this host is meant first."""
+    return not (given or os.environ.get("RSUP_STATE_DIR"))
+
+
 def usual_state_dir() -> Path:
     """Where the state of a user is who says nothing about it."""
     return Path(os.path.abspath(os.path.expanduser("~/.local/state/rsup")))
@@ -259,6 +264,11 @@ def rest_socket_beside(rpc: str) -> Path | None:
     return path.parent / REST_SOCKET if rpc.startswith("ipc://") and path.is_absolute() else None
 
 
+def host_rest_socket() -> Path:
+    """Where this host's users reach its shared supervisor."""
+    return Path(os.environ.get("RSUP_SOCKET_DIR") or SYSTEM_SOCKET_DIR) / REST_SOCKET
+
+
 def public_key_line(key: LinkKey) -> str:
     """The file `key.pub`: with it everybody can reach the supervisor and be sure that it is it, but must say who they are."""
     return f"{_PUBLIC_KEY_MARK.decode()}{key.server_public.decode()}\n"
@@ -309,6 +319,20 @@ def find_secret(state: Path, key_file: str | None = None) -> bytes | None:
     return read_key_file(state / "key") if not given and (state / "key").exists() else None
 
 
+def _no_secret(content: bytes) -> str:
+    """What stands in a file where a secret should, empty where it may be one: what is copied to every node is none."""
+    if content.startswith(_PUBLIC_KEY_MARK):
+        return "a supervisor's public key, no secret; name it with --key-file or RSUP_KEY_FILE of a launch"
+    if content.startswith(b"rsup-signing-key "):
+        return "the private key that signs snapshots; a launch takes the supervisor's key.pub"
+    return ""
+
+
+def _is_like_signing_pub(content: bytes) -> bool:
+    """One line of base64 of 32 bytes, as `signing-key.pub`; a secret may look so too."""
+    return len(content) == 44 and content.endswith(b"=")
+
+
 def read_key_file(path: str | Path, what: str = "key file") -> bytes:
     """The secret in a key file. Raise `PlaceError` if others can read it or it is too short."""
     try:
@@ -316,7 +340,14 @@ def read_key_file(path: str | Path, what: str = "key file") -> bytes:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise PlaceError(f"cannot read the {what} {path}: {error.strerror}") from None
+    if wrong := _no_secret(secret):
+        raise PlaceError(f"the {what} {path} holds {wrong}")
     if status.st_mode & 0o077:
+        if Path(path).suffix == ".pub" or _is_like_signing_pub(secret):
+            raise PlaceError(
+                f"the {what} {path} looks like a key that signs snapshots (signing-key.pub, supervisor.pub), no secret: "
+                f"name the supervisor's key.pub; if it is the secret after all, nobody else may read it: chmod 600 {path}"
+            )
         raise PlaceError(f"the {what} {path} can be read by others; chmod 600 {path}")
     if len(secret) < 16:
         raise PlaceError(f"the {what} {path} holds fewer than 16 bytes; write 32 random ones")

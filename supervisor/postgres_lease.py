@@ -31,7 +31,7 @@ from sqlalchemy import Connection, Engine, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 
 from rsup.supervisor import tables
-from rsup.supervisor.lease import LeaseHolder, LeaseRecord, held_error, record_of
+from rsup.supervisor.lease import LeaseHolder, LeaseRecord, decode_record, held_error, record_of
 from rsup.supervisor.record_rows import save_meta
 from rsup.supervisor.store import StoreError, StoreHeld
 
@@ -332,12 +332,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def read_holder(connection: Connection) -> LeaseRecord | None:
-    """The last holder's row, None where there is none. Fields of a newer release are ignored."""
-    value = read_meta(connection, "holder")
-    if not value:
+    """The last holder's row, None where there is none that can be read: the lock says who leads, not the row. Fields of a newer
+    release are ignored."""
+    try:
+        return decode_record(read_meta(connection, "holder").encode())
+    except (ValueError, TypeError, AttributeError):
         return None
-    fields = json.loads(value)
-    return LeaseRecord(**{name: fields[name] for name in LeaseRecord.__dataclass_fields__ if name in fields})
 
 
 def read_meta(connection: Connection, key: str) -> str:

@@ -54,6 +54,10 @@ class NoAnswer(QueryError):
     """Nobody answers at the supervisor's address."""
 
 
+class NobodyRuns(NoAnswer):
+    """No supervisor runs on the state directory."""
+
+
 class Source(Protocol):
     """Answers in the shapes of `views`. Raises `RsupError`."""
 
@@ -71,6 +75,10 @@ class Source(Protocol):
 
     def events(self, job: JobName, after: int, limit: int) -> list[Json]:
         """Events after a number."""
+        ...
+
+    def newest_events(self, job: JobName, count: int) -> list[Json]:
+        """The last `count` events, in order."""
         ...
 
     def stacks(self, job: JobName, rank: int | None) -> Json:
@@ -98,11 +106,16 @@ class RestSource:
     """A supervisor at `address` (`http://host:port`), or at the UNIX socket `local`. Without a token the kernel or MUNGE says
     who asks. Proxies of the environment are not used: it is in the cluster."""
 
-    def __init__(self, address: str, token: str = "", local: Path | None = None) -> None:
+    def __init__(
+        self, address: str, token: str = "", local: Path | None = None, follow: "Callable[[str], RestSource] | None" = None
+    ) -> None:
+        """`follow` makes the source for the address that leads, where the supervisor at `local` stands by."""
         self._address = address.rstrip("/")
         self._token = token
         self._local = local
         self._place = str(local or self._address)
+        self._follow = follow
+        self._leader: RestSource | None = None
         self._opener = build_opener(ProxyHandler({}), *([UnixHTTPHandler(local)] if local else []))
 
     def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
@@ -179,27 +192,37 @@ class RestSource:
         return self._ask(path, query)
 
     def _ask(self, path: str, query: dict[str, object] | list[tuple[str, object]], body: bytes | None = None) -> Json:
-        url = f"{'http://localhost' if self._local else self._address}/api/v1{path}?{urlencode(query)}"
+        if self._leader is not None:
+            return self._leader._ask(path, query, body)
+        sought = urlencode(query)
+        url = f"{'http://localhost' if self._local else self._address}/api/v1{path}?{sought}"
         method = "GET" if body is None else "POST"
-        headers = {"Content-Type": "application/json", **self._authorization(method, f"/api/v1{path}")}
+        headers = {"Content-Type": "application/json", **self._authorization(method, f"/api/v1{path}", sought, body or b"")}
         try:
             with self._opener.open(Request(url, data=body, headers=headers), timeout=REQUEST_TIMEOUT_S) as answer:
                 content: Json = json.load(answer)
                 return content
         except HTTPError as error:
             with error:
-                raise (WrongQuestion if error.code == 422 else QueryError)(_detail(error)) from None
+                detail, leader = _detail(error)
+            if error.code == 405:  # it has no such place: what follows a job's name it takes for a part of that
+                detail = f"the supervisor at {self._place} is of an older release, which cannot do that"
+            if not leader or self._follow is None:
+                raise (WrongQuestion if error.code == 422 else QueryError)(detail) from None
+            self._leader = self._follow(leader)
+            return self._leader._ask(path, query, body)
         except (URLError, HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise NoAnswer(f"no answer from the supervisor at {self._place}: {reason}") from None
 
-    def _authorization(self, method: str, path: str) -> dict[str, str]:
+    def _authorization(self, method: str, path: str, query: str, body: bytes) -> dict[str, str]:
         if self._token:
             return {"Authorization": f"Bearer {self._token}"}
         if self._local:
             return {}
         try:
-            credential = munge.encode(munge.rest_payload(self._address, method, path), munge.default_socket())
+            payload = munge.rest_payload(self._address, method, path, query, body)
+            credential = munge.encode(payload, munge.default_socket())
         except MungeError as error:
             raise QueryError(f"{error}; set RSUP_TOKEN_FILE") from None
         return {"Authorization": f"Munge {credential}"}
@@ -242,6 +265,13 @@ class StoreSource:
         with self._filled(job) as connection:
             found = self._find(connection, job)
             return list_events(connection, found, after=after, limit=limit)[0]
+
+    def newest_events(self, job: JobName, count: int) -> list[Json]:
+        """The last `count` events, in order."""
+        from rsup.supervisor.story_views import list_events
+
+        with self._filled(job) as connection:
+            return list_events(connection, self._find(connection, job), last=count)[0]
 
     def stacks(self, job: JobName, rank: int | None) -> Json:
         """Stacks of the newest incident that has some."""
@@ -371,8 +401,14 @@ class Sources:
     """Chooses the source anew for each question: a supervisor may go and come while a command watches. `note` is told once
     whenever the answers begin to come from the store."""
 
-    def __init__(self, state: Path, url: str, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, state: Path, url: str, note: Callable[[str], None], *, host_first: bool = False, own_only: bool = False
+    ) -> None:
+        """`host_first`: `state` is only where the user's own launches leave their stories, and a supervisor that serves this
+        host is meant before it. `own_only`: no other than that of `state` is."""
         self._state = state
+        self._host_first = host_first and not url
+        self._own_only = own_only
         self._given = url
         self._url = url or os.environ.get("RSUP_SUPERVISOR_URL", "")
         self._urls = split_addresses(self._url)
@@ -389,7 +425,7 @@ class Sources:
     def read(self, question: Callable[[Source], Answer]) -> Answer:
         """The answer to `question`."""
         try:
-            supervisor = self.supervisor()
+            supervisor = self._usual()
             answer = question(supervisor)
             self._noted = ""
             return answer
@@ -424,12 +460,17 @@ class Sources:
 
     def supervisor(self) -> RestSource:
         """The running supervisor. Raise `NoAnswer` where none runs."""
+        return self._usual()
+
+    def _usual(self) -> RestSource:
         if len(self._urls) > 1:
             self._url = leading(self._urls)
         local = self._local_socket()
         if local is not None:
-            return RestSource("", self.token() if os.environ.get("RSUP_TOKEN_FILE") else "", local)
-        address = self.address()
+            return RestSource("", self.token() if os.environ.get("RSUP_TOKEN_FILE") else "", local, self._leader_of(local))
+        return self._at(self.address())
+
+    def _at(self, address: str) -> RestSource:
         try:
             token = "" if self._is_foreign(address) and munge.is_here(munge.default_socket()) else self.token()
         except NoAnswer:
@@ -438,23 +479,53 @@ class Sources:
             token = ""
         return RestSource(address, token)
 
+    def _leader_of(self, local: Path) -> Callable[[str], RestSource]:
+        def follow(leader: str) -> RestSource:
+            try:
+                return self._at(leader)
+            except QueryError as error:
+                raise QueryError(
+                    f"the supervisor at {local} stands by, and the one at {leader} leads: {error}, or run this on its host"
+                ) from None
+
+        return follow
+
     def _local_socket(self) -> Path | None:
         """The UNIX socket of the supervisor meant, None where it has none that lets us in: of the address given, else of the
-        state directory, else of `RSUP_SUPERVISOR`, else of this host where the state directory has no store."""
+        state directory, else of `RSUP_SUPERVISOR`, else of this host where the state directory has no store. With `host_first`
+        that of the state directory comes last."""
         if self._url:
             path = Path(self._url.removeprefix("unix://"))
             return path if self._url.startswith("unix:///") and can_connect(path) else None
-        file = places.read_supervisor_file(self._state)
-        found: list[Path | None] = []
-        if file is not None and (file.host, file.boot_id) == (places.this_host(), places.boot_id()):
-            found.append(places.rest_socket_beside(file.rpc))
-        if file is None:
-            named = os.environ.get("RSUP_SUPERVISOR", "").split(",")
-            found += [places.rest_socket_beside(address.strip()) for address in named]
-            if not os.path.exists(self._state / "rsup.db"):  # a directory that is not ours to look into has none for us
-                folder = Path(os.environ.get("RSUP_SOCKET_DIR") or places.SYSTEM_SOCKET_DIR)
-                found.append(folder / places.REST_SOCKET)
+        file = self._running()
+        own = [places.rest_socket_beside(file.rpc)] if file is not None and _is_here(file) else []
+        if self._host_first:
+            found = [*self._shared_sockets(), *own]
+        else:
+            found = own if file is not None or self._own_only else self._shared_sockets()
         return next((path for path in found if path is not None and can_connect(path)), None)
+
+    def asks_the_host(self) -> bool:
+        """Whether a supervisor answers that serves this host, and has nothing to do with the state directory."""
+        local = self._local_socket() if self._host_first else None
+        file = self._running()
+        return local is not None and (file is None or local != places.rest_socket_beside(file.rpc))
+
+    def _shared_sockets(self) -> list[Path | None]:
+        """Where supervisors that are not the state directory's may answer this host's users."""
+        named = os.environ.get("RSUP_SUPERVISOR", "").split(",")
+        found = [places.rest_socket_beside(address.strip()) for address in named]
+        # A directory that was named and has a store is meant itself; one that is not ours to look into has none for us.
+        if self._host_first or not os.path.exists(self._state / "rsup.db"):
+            found.append(places.host_rest_socket())
+        return found
+
+    def _running(self) -> places.SupervisorFile | None:
+        """Who holds the store of the state directory, None where it is known that nobody does."""
+        file = places.read_supervisor_file(self._state)
+        if file is not None and _is_here(file) and (process_start_ticks(file.pid) or -1) != file.start_ticks:
+            return None
+        return file
 
     def _is_foreign(self, address: str) -> bool:
         """Whether that is not the supervisor of our state directory, whose token is worth nothing there."""
@@ -469,15 +540,12 @@ class Sources:
             if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
                 raise UsageError(f"{self._url!r} is no address of a supervisor; write http://host:port")
             return self._url
-        file = places.read_supervisor_file(self._state)
+        file = self._running()
         if file is None:
-            raise NoAnswer(_nobody_runs())
-        here = (file.host, file.boot_id) == (places.this_host(), places.boot_id())
-        if here and (process_start_ticks(file.pid) or -1) != file.start_ticks:
-            raise NoAnswer(_nobody_runs())
+            raise NobodyRuns(_nobody_runs(self._state))
         if not file.rest:
             raise NoAnswer(f"the supervisor (pid {file.pid} on {file.host}) serves no page")
-        if not here and urlsplit(file.rest).hostname in LOOPBACK:
+        if not _is_here(file) and urlsplit(file.rest).hostname in LOOPBACK:
             raise NoAnswer(f"the supervisor runs on {file.host} and answers only there")
         return file.rest
 
@@ -493,24 +561,61 @@ class Sources:
             raise error(f"there is no token file {path}; set RSUP_TOKEN_FILE or --state-dir") from None
 
 
+def _is_here(file: places.SupervisorFile) -> bool:
+    return (file.host, file.boot_id) == (places.this_host(), places.boot_id())
+
+
 def name_of(job: Json) -> JobName:
     """What names exactly that run of that job. A run of 1 is written too, since a newer one may come meanwhile."""
     return JobName(job["cluster"], job["owner"], f"{job['id']}.{job['run']}")
 
 
-def _nobody_runs() -> str:
+def _leader(state: Path) -> str:
+    """The supervisor that leads on the database in which that directory's store is, as it says there; empty where nobody does,
+    and where the store is a file."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from rsup.supervisor.database import find_database, reader_engine
+
+    with contextlib.suppress(SQLAlchemyError, RsupError, OSError, ValueError):  # told by whoever reads the store
+        target = find_database(state)
+        if "://" not in str(target) or str(target).startswith("sqlite"):
+            return ""
+        from rsup.supervisor.postgres_lease import is_held, read_holder
+
+        engine = reader_engine(target)
+        try:
+            with engine.connect() as connection:
+                found = read_holder(connection)
+                if found is None or not is_held(connection):
+                    return ""
+        finally:
+            engine.dispose()
+        where = f": RSUP_SUPERVISOR_URL={found.rest} asks it" if found.rest else ""
+        return f"the supervisor of this database runs elsewhere, pid {found.pid} on {found.host}{where}"
+    return ""
+
+
+def _nobody_runs(state: Path) -> str:
     """Whoever has a shared supervisor in mind must not take an own, empty store for its word."""
     named = os.environ.get("RSUP_SUPERVISOR", "")
     if not named:
+        elsewhere = os.environ.get("RSUP_DATABASE_URL") or os.path.exists(state / "database-url")
+        if elsewhere and (leader := _leader(state)):
+            return leader
         folder = os.environ.get("RSUP_SOCKET_DIR", "")
+        if folder and can_connect(places.host_rest_socket()):  # and another state directory was named
+            return f"no supervisor runs on {state}"
         return f"no supervisor answers in RSUP_SOCKET_DIR={folder}" if folder else "no supervisor runs"
     if "ipc://" in named:
         return f"the supervisor of RSUP_SUPERVISOR={named} does not answer"
     return f"RSUP_SUPERVISOR={named} answers launches only: set RSUP_SUPERVISOR_URL=http://HOST:PORT of that supervisor"
 
 
-def _detail(error: HTTPError) -> str:
+def _detail(error: HTTPError) -> tuple[str, str]:
+    """What is wrong, and the address of the supervisor that leads, if this one stands by and says it."""
     try:
-        return str(json.load(error)["detail"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"the supervisor answered with status {error.code}"
+        content = json.load(error)
+        return str(content["detail"]), str(content.get("leader") or "") if content.get("standby") else ""
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return f"the supervisor answered with status {error.code}", ""

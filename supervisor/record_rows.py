@@ -129,6 +129,7 @@ class RecordWriter:
                 self._metrics.write(connection, job, record)
             elif not isinstance(record, JobSaved):
                 self._add_rows(connection, record, new_ids, rows)
+        self._metrics.finish(connection)
         for table, table_rows in rows.items():
             connection.execute(self._statements[table], table_rows)
         ends = [_end_of(row) for row in rows.get(tables.attempts, []) if row["stopped_us"] is not None]

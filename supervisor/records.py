@@ -235,6 +235,8 @@ class MetricsSaved(Struct, frozen=True, tag=True):
     kind: str
     """One of `wire.METRIC_KINDS`."""
     series: dict[str, list[MetricBin]]
+    entry: int = 0
+    """As in `wire.MetricsReported`."""
 
 
 class StragglerSaved(Struct, frozen=True, tag=True):
@@ -267,6 +269,8 @@ class StragglerSaved(Struct, frozen=True, tag=True):
     """The last report's sentence about it."""
     verdict: str = ""
     """Whether it speaks against the device, and why or why not."""
+    usual: float = 1.0
+    """The median of all ranks' individual scores when its own was as in `individual`: below 1 all had been faster."""
 
 
 class EvidenceSaved(Struct, frozen=True, tag=True):

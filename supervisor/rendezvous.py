@@ -235,7 +235,8 @@ def lost(turn: Turn, agent_id: str, silent_s: float) -> None:
     )
     text = f"nothing heard of node {agent.info.node} for {silent_s:.0f} s; {what}"
     turn.log("AgentLost", text, "warning", node=agent.info.node)
-    turn.tell(text)
+    has_others = len(turn.state.agents) > 1
+    turn.tell(text, *((agent_id,) if has_others and not turn.first_answering() else ()))  # the last one reads it afterwards
     turn.see_node(agent_id)
     if turn.state.phase is Phase.STARTING and not turn.state.store_bound and agent.group_rank >= 0:
         abandon_start(turn, f"node {agent.info.node} was lost before any rank was started")
@@ -245,8 +246,9 @@ def found(turn: Turn, agent_id: str) -> None:
     """A lost agent has been heard again."""
     agent = turn.state.agents[agent_id]
     member = agent.group_rank >= 0 and turn.state.phase is not Phase.FORMING
-    turn.tell(f"node {agent.info.node} answers again")
     turn.change_agent(agent_id, role=Role.ACTIVE if member else Role.SPARE, heard_us=0)
+    if len(turn.state.agents) > 1:
+        turn.tell(f"node {agent.info.node} answers again")  # its own terminal will do where no other node answers
     turn.log("AgentFound", f"node {agent.info.node} answers again", node=agent.info.node)
     if turn.state.phase is Phase.STOPPING and agent.live_attempt:
         allow_time_to_end(turn)

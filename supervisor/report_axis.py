@@ -11,6 +11,7 @@ TIME_STEPS_S = (
     *(3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000, 2592000, 5184000, 15552000, 31536000),
 )
 _LEAST_LOG = 1e-300
+"""What is nearer to zero is zero: steps and ratios of such numbers are none."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class Axis:
 
 def value_axis(low: float, high: float, *, may_be_log: bool = False, from_zero: bool = False, num_ticks: int = 5) -> Axis:
     """The axis for values from `low` to `high`, both finite: its ends are ticks, and it has a length for a single value too."""
+    low, high = (0.0 if abs(one) < _LEAST_LOG else one for one in (low, high))
     if may_be_log and low > 0 and high / low >= LOG_FROM_RATIO:
         return _log_axis(low, high, num_ticks)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if not high > low:
+    if not high - low > max(_LEAST_LOG, 1e-12 * abs(high)):  # closer than that ticks have no room
         room = abs(high) / 2 or 1.0
         low, high = low - room, high + room
     step = nice_step((high - low) / num_ticks)

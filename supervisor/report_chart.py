@@ -17,21 +17,39 @@ MAX_TITLED_MARKS = 40
 """Beyond these, marks are short ones below the curve, in one stroke, and say nothing one by one."""
 SHORT = HEIGHT * 19 // 20
 MAX_TABLE_ROWS = 9
+MAX_TOLD_HOLES = 3
 
 NO_UNIT = Unit()
 
 Point = tuple[float, float | None, float | None, float | None]
 """Iteration, value, lowest and highest of what it stands for; None where nothing was finite."""
 
+Stretch = tuple[float, float]
+"""The first and the last of some iterations."""
+
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. Points in the order of their iterations. `is_sparse`: each point gets a dot."""
+    """A curve. Points in the order of their iterations, each at the middle of what it stands for.
+
+    `is_sparse`: each point gets a dot. `newest`: the newest value, None where it is not finite. `stretch`: what the curve tells
+    of (None: from its first to its last point). `odd`: stretches with values that were not finite. `holes`: those that nobody
+    told.
+    """
 
     name: str
     points: Sequence[Point]
     is_sparse: bool = False
     num_non_finite: int = 0
+    newest: float | None = None
+    stretch: Stretch | None = None
+    odd: Sequence[Stretch] = ()
+    holes: Sequence[Stretch] = ()
+
+    @property
+    def ends(self) -> Stretch:
+        """The first and the last iteration."""
+        return self.stretch or (self.points[0][0], self.points[-1][0])
 
 
 @dataclass(frozen=True)
@@ -67,10 +85,11 @@ def figure(chart: Chart) -> str:
     if not lows or not highs:
         return f'<figure class="chart">{head}<p class="unknown">no finite value was reported</p></figure>'
     y = value_axis(min(lows), max(highs), may_be_log=chart.may_be_log, from_zero=chart.from_zero)
-    x = iteration_axis(min(line.points[0][0] for line in shown), max(line.points[-1][0] for line in shown))
+    x = iteration_axis(min(line.ends[0] for line in shown), max(line.ends[1] for line in shown))
     left_out = len(lines) - len(shown)
     notes = [chart.note, "log scale" if y.is_log else "", f"{left_out} more are not drawn" if left_out else ""]
     notes += [f"{bad} not finite" for bad in [sum(line.num_non_finite for line in shown)] if bad]
+    notes += [_told_holes(shown)]
     said = ", ".join(note for note in notes if note)
     return (
         f'<figure class="chart">{head}{_plot(chart, shown, x, y)}'
@@ -87,14 +106,23 @@ def _in_unit(line: Line, size: float) -> Line:
     def of(value: float | None) -> float | None:
         return None if value is None else value / size
 
-    return replace(line, points=[(at, of(value), of(low), of(high)) for at, value, low, high in line.points])
+    points = [(at, of(value), of(low), of(high)) for at, value, low, high in line.points]
+    return replace(line, points=points, newest=of(line.newest))
+
+
+def _told_holes(lines: Sequence[Line]) -> str:
+    holes = sorted({(hole[0], hole[1]) for line in lines for hole in line.holes})
+    if not holes:
+        return ""
+    more = f" and {len(holes) - MAX_TOLD_HOLES} more stretches" if len(holes) > MAX_TOLD_HOLES else ""
+    told = ", ".join(f"{first:.0f} to {last:.0f}" for first, last in holes[:MAX_TOLD_HOLES])
+    return f"nothing is known of iterations {told}{more}"
 
 
 def _newest(lines: Sequence[Line], unit: Unit) -> str:
     if len(lines) != 1:
         return f"<small>{text(unit.name)}</small>" if unit.name else ""
-    value = lines[0].points[-1][1]
-    return f"<span>{text(_told(value, unit))}</span>"
+    return f"<span>{text(_told(lines[0].newest, unit))}</span>"
 
 
 def _told(value: float | None, unit: Unit) -> str:
@@ -136,7 +164,7 @@ def _description(chart: Chart, lines: Sequence[Line], x: Axis) -> str:
         if not known:
             parts.append(f"{line.name}: nothing finite")
             continue
-        first, last = _told(known[0][1], chart.unit), _told(known[-1][1], chart.unit)
+        first, last = _told(known[0][1], chart.unit), _told(line.newest, chart.unit)
         lowest, highest = min(point[2] or 0.0 for point in known), max(point[3] or 0.0 for point in known)
         span = f"between {_told(lowest, chart.unit)} and {_told(highest, chart.unit)}"
         parts.append(f"{line.name}: from {first} to {last}, {span}")
@@ -151,20 +179,25 @@ def _y(y: Axis, value: float) -> int:
     return round((1 - y.share(value)) * HEIGHT)
 
 
-def runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The stretches of points that are finite."""
+def runs(line: Line) -> list[list[Point]]:
+    """The stretches of points that a curve connects: it is cut where something was not finite, and where nobody told anything.
+    A point that stands for some of both is alone."""
     found: list[list[Point]] = [[]]
-    for point in points:
-        if point[1] is None:
+    for point in line.points:
+        is_cut = any(first <= point[0] <= last for first, last in line.odd)
+        after_hole = found[-1] and any(found[-1][-1][0] < first and last < point[0] for first, last in line.holes)
+        if is_cut or after_hole or point[1] is None:
             found.append([])
-        else:
+        if point[1] is not None:
             found[-1].append(point)
+        if is_cut:
+            found.append([])
     return [run for run in found if run]
 
 
 def _band(line: Line, x: Axis, y: Axis, place: int) -> str:
     path = ""
-    for run in runs(line.points):
+    for run in runs(line):
         ends = [(point[0], point[2], point[3]) for point in run if point[2] is not None and point[3] is not None]
         if any(low < high for _, low, high in ends):
             there = [f"{_x(x, at)} {_y(y, high)}" for at, _, high in ends]
@@ -175,14 +208,19 @@ def _band(line: Line, x: Axis, y: Axis, place: int) -> str:
 
 def _curve(line: Line, x: Axis, y: Axis, place: int) -> str:
     path = dots = ""
-    for run in runs(line.points):
+    for run in runs(line):
         spots = [f"{_x(x, point[0])} {_y(y, point[1])}" for point in run if point[1] is not None]
         path += f"M{'L'.join(spots)}" if len(spots) > 1 else ""
         dots += "".join(f"M{spot}h0" for spot in spots) if line.is_sparse or len(spots) == 1 else ""
     drawn = f'<path class="line c{place}" d="{path}"/>' if path else ""
     drawn += f'<path class="dots c{place}" d="{dots}"/>' if dots else ""
-    gaps = "".join(f"M{_x(x, point[0])} 0V{HEIGHT}" for point in line.points if point[1] is None)
+    odd = line.odd or [(point[0], point[0]) for point in line.points if point[1] is None]
+    gaps = "".join(_gap(_x(x, first), _x(x, last)) for first, last in odd)
     return drawn + (f'<path class="gap" d="{gaps}"><title>{text(line.name)}: not finite</title></path>' if gaps else "")
+
+
+def _gap(first: int, last: int) -> str:
+    return f"M{first} 0V{HEIGHT}" + (f"H{last}V0Z" if last > first else "")
 
 
 def _marks(marks: Sequence[Mark], x: Axis) -> str:
@@ -209,6 +247,7 @@ def _figures(lines: Sequence[Line], unit: Unit) -> str:
         [number(point[0]), *(_told(_at(line, point[0]), unit) if _has(line, point[0]) else "" for line in lines)]
         for point in chosen
     ]
+    rows.append(["newest", *(_told(line.newest, unit) for line in lines)])
     for what, place, choose in (("lowest", 2, min), ("highest", 3, max)):
         ends = [[end for point in line.points if (end := point[place]) is not None] for line in lines]
         rows.append([what, *(_told(choose(of_line), unit) if of_line else "" for of_line in ends)])

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rsup.supervisor.curve_points import newest_of, points_of
 from rsup.supervisor.metric_views import GRAD_NORM, LEARNING_RATE, STEP_TIME, losses_of
 from rsup.supervisor.report_axis import number, unit_of
 from rsup.supervisor.report_chart import Chart, Line, Mark, figure
@@ -20,6 +21,7 @@ MAX_OTHERS = 12
 DRAWN_KINDS = tuple(kind for kind in METRIC_KINDS if kind != "end_to_end")
 _VALIDATION = " validation"
 _TIMES = ("throughput", "tokens-per-second")
+_NOTES = {"straggler-slowdown": "the slowest straggler's time over the fastest rank's, of intervals that had a straggler"}
 _SAID_ELSEWHERE = ("stragglers", "slowest-rank", "fastest-rank", "slowest-rank-ms", "fastest-rank-ms")
 
 
@@ -202,14 +204,31 @@ def _charts(
         if name in numbers:
             lines = [_line(kind, name, numbers[name])]
             charts.append(
-                Chart("", (titles or {}).get(name, name), lines, _unit(name, kind, lines), marks, may_be_log, from_zero)
+                Chart(
+                    *("", (titles or {}).get(name, name), lines, _unit(name, kind, lines), marks, may_be_log, from_zero),
+                    note=_NOTES.get(name, ""),
+                )
             )
     return charts
 
 
 def _line(kind: str, name: str, one: Json, is_sparse: bool = False) -> Line:
-    points = [(point[0], point[2], point[3], point[4]) for point in one["points"]]
-    return Line(name, points, is_sparse, one.get("num_non_finite", 0))
+    points = points_of(one["points"])
+    odd: list[tuple[float, float]] = []
+    for before, point in zip([None, *points], points, strict=False):
+        if point.num_non_finite:
+            first = odd.pop()[0] if before is not None and before.num_non_finite else point.first
+            odd.append((first, point.iteration))
+    return Line(
+        name,
+        [(point.middle, point.value, point.low, point.high) for point in points],
+        is_sparse,
+        one.get("num_non_finite", 0),
+        newest_of(one) if points else None,
+        (points[0].first, points[-1].iteration) if points else None,
+        odd,
+        [(first, last) for first, last in one.get("holes", ())],
+    )
 
 
 def _unit(name: str, kind: str, lines: Sequence[Line]) -> Any:

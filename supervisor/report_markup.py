@@ -8,6 +8,10 @@ from rsup.supervisor.render import clean, clean_block, moment
 
 MAX_TEXT_CHARS = 2000
 MAX_BLOCK_CHARS = 8000
+WIDE_COLUMNS = 6
+"""From so many on a table has no room on a telephone, which is said there."""
+SHORT_CHARS = 4000
+"""A table of at most so much markup is not torn apart between pages."""
 
 
 def text(content: object) -> str:
@@ -49,7 +53,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequenc
     )  # fmt: skip
     said = f"<caption>{text(caption)}</caption>" if caption else ""
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table>{said}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    is_wide, is_short = len(headings) >= WIDE_COLUMNS, len(body) <= SHORT_CHARS
+    style = f"scroll{' wide' if is_wide else ''}{' short' if is_short else ''}"
+    return f'<div class="{style}"><table>{said}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -9,7 +9,7 @@ from rsup.supervisor.metric_views import losses_of
 from rsup.supervisor.render import duration, moment, percent, plural
 from rsup.supervisor.report_axis import number, seconds_unit
 from rsup.supervisor.report_markup import block, details, facts, ranges, section, table, text, unknown, when
-from rsup.supervisor.report_text import found_by, lost_by, place_of, recovery_of
+from rsup.supervisor.report_text import found_by, lost_by, place_of, recovery_of, troubles
 from rsup.supervisor.status_text import end_of_rank, short_device, state_of
 from rsup.supervisor.training_text import at_risk_line, in_process_lines, work_lines
 
@@ -71,7 +71,8 @@ def incidents_section(status: Json) -> str:
     """Each incident with how it was found, what recovery took and what was lost; the newest first."""
     found, count = status["incidents"], status["counts"]["incidents"]
     if not found:
-        return section("incidents", "Incidents", unknown("nothing went wrong that rsup noticed"))
+        what = "no incident" if status["cases"] or troubles(status) else "nothing went wrong that rsup noticed"
+        return section("incidents", "Incidents", unknown(what))
     cards = [_incident(one, status["job"]) for one in reversed(found)]
     body = "".join(cards[:MAX_OPEN])
     if cards[MAX_OPEN:]:
@@ -239,5 +240,6 @@ def events_section(events: Sequence[Json]) -> str:
     if not events:
         return ""
     rows = [[when(one["at"]), *_cells(one["kind"], one["text"])] for one in reversed(events[-MAX_EVENTS:])]
-    shown = f"the newest {len(rows)} of {len(events)}" if len(events) > len(rows) else str(len(rows))
+    count = events[-1]["number"]  # they are counted through, also over those that have been forgotten
+    shown = f"the newest {len(rows)} of {count}" if count > len(rows) else str(len(rows))
     return section("events", "Events", details(f"events ({shown})", table(("at", "kind", "what"), rows)))

@@ -10,6 +10,7 @@ from rsup.supervisor.status_text import short_device, state_of
 from rsup.supervisor.training_text import at_risk_line, in_process_lines, time_table
 
 Json = Mapping[str, Any]
+MAX_SLOW = 10
 HANGS = ("hang", "suspected-hang")
 LEVEL_COLOURS = {"warning": "yellow", "error": "red"}
 
@@ -23,11 +24,35 @@ def report_text(status: Json, paint: Paint = PLAIN) -> str:
         parts.append(f"Of {count} incidents the newest {len(status['incidents'])}:")
     parts += [_incident(one, job, paint) for one in status["incidents"]]
     parts += [_case(one, paint) for one in status["cases"]]
-    if not status["incidents"] and not status["cases"]:
+    parts += troubles(status)
+    if not status["incidents"] and not status["cases"] and not troubles(status):
         parts.append("Nothing went wrong that rsup noticed.")
     parts.append(_time(goodput, paint))
     parts.append(_saved(status))
     return "\n\n".join(parts)
+
+
+def troubles(status: Json) -> list[str]:
+    """What went wrong beside incidents and rerun cases: a paragraph each, of what looks stuck, slow ranks and failed saves."""
+    found = [f"Looks stuck: {clean(one['text'])}" for one in status["suspects"]]
+    slow = status.get("stragglers")  # an older supervisor has none
+    if slow and slow["episodes"]:
+        count, newest = slow["num_episodes"], slow["episodes"][-MAX_SLOW:]
+        head = f"Slow ranks: {plural(count, 'episode')}" + (f", the newest {len(newest)}:" if count > len(newest) else ":")
+        found.append("\n".join([head, *(f"  {_slow(one)}" for one in newest)]))
+    saves = status["work"]["saves"]
+    if saves is not None and saves["failed"]:
+        last = status["work"]["failed"]
+        why = f"; the last, of iteration {last['iteration']}: {clean(last['text'])}" if last else ""
+        found.append(f"{plural(saves['failed'], 'failed save')}{why}")
+    return found
+
+
+def _slow(one: Json) -> str:
+    device, cause = short_device(one["device"]), f" ({clean(one['cause'])})" if one["cause"] else ""
+    said = clean(one["text"].replace(one["device"], device) if device else one["text"])
+    until = "going on" if one["goes_on"] else f"to {one['last_iteration']}"
+    return f"attempt {one['attempt']}, iterations {one['first_iteration']} {until}: {said}{cause}"
 
 
 def _how_it_went(status: Json, paint: Paint) -> str:

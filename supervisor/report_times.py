@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rsup.supervisor.goodput import PARTS
-from rsup.supervisor.render import duration, percent
+from rsup.supervisor.render import duration, moment, percent
 from rsup.supervisor.report_markup import section, table, text, unknown
 from rsup.supervisor.training_text import PART_NAMES
 
@@ -38,7 +38,13 @@ def time_section(status: Json) -> str:
 def _account(status: Json) -> str:
     metrics = (status.get("metrics") or {}).get("end_to_end", {})
     values = {name: one["value"] for name, one in metrics.items() if one["value"] is not None}
-    head = "<h3>End-to-end metrics <small>of the newest process or entry, as its rank 0 told</small></h3>"
+    newest = max((one for one in metrics.values()), key=lambda one: one["at"], default=None)
+    told = (
+        f", last at {moment(newest['at'])} after iteration {newest['iteration']}: what came later is not in it"
+        if newest
+        else ""
+    )
+    head = f"<h3>End-to-end metrics <small>of the newest process or entry, as its rank 0 told{text(told)}</small></h3>"
     wall_s = values.get(_WALL)
     if not wall_s:
         return head + unknown("no script reported end-to-end metrics (docs/end_to_end.md)")

@@ -125,7 +125,7 @@ class LoopView:
 
     def store_error(self) -> str:
         """Why the store cannot be written now, or another may do so in our place by now; empty if neither."""
-        return self._turns.loop.store_error or self._turns.loop.lease_doubt()
+        return self._turns.loop.store_trouble() or self._turns.loop.lease_doubt()
 
     def counters(self) -> Mapping[str, float]:
         """Numbers for `/metrics`."""

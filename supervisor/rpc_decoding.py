@@ -79,6 +79,22 @@ def _storable(message: ToSupervisor) -> ToSupervisor:
     return message
 
 
+def parts_of(report: Report, why: str) -> list[Report]:
+    """Smaller reports that say the same, of one that the store refuses; of a single fact a `Note` is left. Empty: it has no
+    parts."""
+    facts, first = report.facts, report.first_sequence
+    if len(facts) > 1:
+        half = len(facts) // 2
+        one = msgspec.structs.replace(report, facts=facts[:half], beats=[])
+        return [one, msgspec.structs.replace(report, facts=facts[half:], first_sequence=first + half)]
+    if facts and report.beats:
+        return [msgspec.structs.replace(report, beats=[])]
+    if facts and not isinstance(facts[0], wire.Note):
+        note = wire.Note(facts[0].at_us, "warning", f"a {type(facts[0]).__name__} is left out: {why}")
+        return [msgspec.structs.replace(report, facts=[note])]
+    return []
+
+
 def _is_storable(value: object) -> bool:
     if isinstance(value, Struct):
         return all(_is_storable(getattr(value, name)) for name in value.__struct_fields__)

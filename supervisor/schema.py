@@ -30,6 +30,19 @@ def read_revision(connection: Connection) -> str | None:
     return str(revision)
 
 
+def encoding_problem(connection: Connection, database: str) -> str:
+    """Why a server's database cannot hold all names and reasons, empty where it can."""
+    if connection.dialect.name == "sqlite":
+        return ""
+    encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
+    if encoding == "UTF8":
+        return ""
+    return (
+        f"the database {database} has the encoding {encoding}, and must have UTF8: make another with "
+        "`createdb -E UTF8 -T template0 NAME`, and bring what is in this one there with `rsup db copy`"
+    )
+
+
 def check_revision(revision: str, database: str) -> None:
     """Raise `StoreTooNew` or `StoreTooOld` unless `revision` is this release's."""
     if revision not in tables.REVISIONS:

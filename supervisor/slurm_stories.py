@@ -1,8 +1,9 @@
-"""Jobs of SLURM whose launches keep a state directory of their own, found by who asks without saying where.
+"""Jobs whose launches keep a state directory of their own, found by who asks without saying where.
 
 In a SLURM job a launch has its state in `slurm/CLUSTER-JOB` below the user's state directory. Who types `rsup status 4711` on
-a login node means that one. The user's usual directory is asked first; nothing here costs anything where it has the answer
-(but for lists), or where no job has such a directory.
+a login node means that one. Where a shared supervisor serves the host it is asked, and the user's usual directory holds what
+was launched without it; else that directory is asked first. Nothing here costs anything where the first has the answer (but for
+lists), or where there is no other directory.
 """
 
 import contextlib
@@ -13,9 +14,10 @@ from pathlib import Path
 from rsup.supervisor import places
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.principals import owner_name
-from rsup.supervisor.query_source import Answer, Json, Source, Sources, name_of
+from rsup.supervisor.query_source import Answer, Json, RestSource, Source, Sources, name_of
 from rsup.supervisor.wire import RsupError
 
+DATABASE_NAME = "rsup.db"
 MAX_FOLDERS = 500
 """So many are looked into for one question, those that were written last."""
 
@@ -42,11 +44,11 @@ def _written_s(path: Path) -> float:
 
 
 class StorySources(Sources):
-    """The usual source, then the directories of SLURM's jobs; the one that knows the job answers from then on. `job`: as it
-    was given, to look first where it is likely to be."""
+    """The usual source, then the user's own directory where that is another, and those of SLURM's jobs; the one that knows the
+    job answers from then on. `job`: as it was given, to look first where it is likely to be."""
 
     def __init__(self, state: Path, note: Callable[[str], None], job: str = "") -> None:
-        super().__init__(state, "", note)
+        super().__init__(state, "", note, host_first=True)
         self._job = job
         self._chosen: Sources | None = None
 
@@ -54,44 +56,63 @@ class StorySources(Sources):
         """The answer of the first that has one."""
         if self._chosen is not None:
             return self._chosen.read(question)
+        if self._job and self._running() is not None and self._own():  # what runs under it is meant before an older one
+            with contextlib.suppress(RsupError):
+                return self._of_folder(self._state, question)
         try:
             return super().read(question)
         except RsupError:
-            for folder in self._likely():
-                notes: list[str] = []
-                sources = Sources(folder, "", notes.append)
+            for folder in [*self._own(), *self._likely()]:
                 with contextlib.suppress(RsupError):
-                    answer = sources.read(question)
-                    self._choose(folder, sources, notes)
-                    return answer
+                    return self._of_folder(folder, question)
             raise
+
+    def supervisor(self) -> RestSource:
+        """The running supervisor: that of the job, where one was named. Raise `NoAnswer` where none runs."""
+        if self._chosen is None and self._job and (self._own() or slurm_folders(self._state)):
+            with contextlib.suppress(RsupError):  # that nobody knows it is said by whoever is asked
+                self.read(lambda source: source.status(JobName("", "", self._job), stacks=False))
+        return super().supervisor() if self._chosen is None else self._chosen.supervisor()
+
+    def _of_folder(self, folder: Path, question: Callable[[Source], Answer]) -> Answer:
+        notes: list[str] = []
+        sources = Sources(folder, "", notes.append, own_only=True)
+        answer = sources.read(question)
+        self._choose(folder, sources, notes)
+        return answer
+
+    def _own(self) -> list[Path]:
+        """The user's own directory, where the usual source is a supervisor that has nothing to do with it."""
+        return [self._state] if os.path.exists(self._state / DATABASE_NAME) and self.asks_the_host() else []
 
     def jobs(self, limit: int, state: str, owner: str) -> list[Json]:
         """The newest jobs of all; those of a SLURM job's own directory say which (`state_dir`)."""
         folders = slurm_folders(self._state)
         if not state and not owner:  # each has a job to show
             folders = folders[:limit]
+        folders = [*self._own(), *folders]
         return self._merged(folders, lambda source: source.jobs(limit, state, owner), _run_of, "created", limit)
 
     def cases(self, limit: int, verdict: str) -> list[Json]:
         """The newest cases of all, in the same way."""
-        folders = slurm_folders(self._state)
+        folders = [*self._own(), *slurm_folders(self._state)]
         return self._merged(folders, lambda source: source.cases(None, limit, verdict), _case_of, "opened", limit)
 
     def newest(self) -> JobName:
         """The newest job of all: one's own if there is any."""
-        folders, owner = slurm_folders(self._state)[:NEWEST_FOLDERS], owner_name()
+        folders, owner = [*self._own(), *slurm_folders(self._state)[:NEWEST_FOLDERS]], owner_name()
         found = self._merged(folders, lambda source: source.jobs(1, "", owner) or source.jobs(1, "", ""), _run_of, "created", 1)
         if not found:
             return super().newest()  # which says that there is none
         if folder := found[0].get("state_dir"):
-            self._choose(Path(folder), Sources(Path(folder), "", self._note), [])
+            self._choose(Path(folder), Sources(Path(folder), "", self._note, own_only=True), [])
         return name_of(found[0])
 
     def _choose(self, folder: Path, sources: Sources, notes: list[str]) -> None:
         self._chosen = sources
         sources.tell(self._note)
-        for text in [f"the state of this SLURM job is in {folder}", *notes]:
+        what = "this job, which was launched without this host's supervisor," if folder == self._state else "this SLURM job"
+        for text in [f"the state of {what} is in {folder}", *notes]:
             self._note(text)
 
     def _likely(self) -> list[Path]:
@@ -107,16 +128,29 @@ class StorySources(Sources):
         age: str,
         limit: int,
     ) -> list[Json]:
-        found = super().read(question)
-        known = {identity(one) for one in found}
+        items = super().read(question)
+        known = {identity(one) for one in items}
+        found = _dated(items, age)
         for folder in folders:
             try:
-                items = Sources(folder, "", lambda text: None).read(question)
+                items = Sources(folder, "", lambda text: None, own_only=True).read(question)
             except RsupError as error:
                 self._note(f"{folder}: {error}")
                 continue
-            found += [{**one, "state_dir": str(folder)} for one in items if identity(one) not in known]
-        return sorted(found, key=lambda one: one[age] or "", reverse=True)[:limit]
+            more = [{**one, "state_dir": str(folder)} for one in items if identity(one) not in known]
+            found += _dated(more, age)
+        return [one for _, one in sorted(found, key=lambda dated: dated[0], reverse=True)][:limit]
+
+
+def _dated(items: Sequence[Json], age: str) -> list[tuple[str, Json]]:
+    """Each with its time. `items` have the newest first; one of another user's, of which no time is told, gets that of the next
+    one down, so that it keeps its place among them."""
+    found: list[tuple[str, Json]] = []
+    when = ""
+    for one in reversed(items):
+        when = one.get(age) or when
+        found.insert(0, (when, one))
+    return found
 
 
 def _run_of(job: Json) -> object:
@@ -128,9 +162,8 @@ def _case_of(case: Json) -> object:
 
 
 def story_sources(state_dir: str | None, url: str, note: Callable[[str], None], job: str = "") -> Sources:
-    """Where a question about jobs gets its answer: where somebody says, else also from the directories of SLURM's jobs."""
-    named = state_dir or url or os.environ.get("RSUP_STATE_DIR") or os.environ.get("RSUP_SUPERVISOR_URL")
+    """Where a question about jobs gets its answer: where somebody says, else also from the directories of own launches."""
     state = places.state_dir_to_read(state_dir)
-    if named or not (state / "slurm").is_dir():
+    if url or os.environ.get("RSUP_SUPERVISOR_URL") or not places.names_no_state_dir(state_dir):
         return Sources(state, url, note)
     return StorySources(state, note, job)

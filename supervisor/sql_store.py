@@ -6,6 +6,7 @@ network file system: one renews the lease (`shared_lease`), one the copy (`netwo
 """
 
 import contextlib
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -70,16 +71,18 @@ class SqlStore:
         holder: LeaseHolder,
         alone_may_migrate: bool,
         timing: Timing = Timing(),  # noqa: B008
+        to_leave: bool = False,
     ) -> "SqlStore":
         """Take the lease and open the store, a fresh one where there is none.
 
         With `alone_may_migrate` an older schema of a SQLite file is migrated after a backup; otherwise `StoreTooOld`. Raise
-        `StoreError`. Blocks up to `timing.stale_s` where the holder of another host must be watched.
+        `StoreError`. With `to_leave` a server's database may have any encoding: it is to be copied elsewhere. Blocks up to
+        `timing.stale_s` where the holder of another host must be watched.
         """
         place = split_target(target)
         with translated(describe(target)):
             if not isinstance(place, Path):
-                return _open_postgres(place, holder)
+                return _open_postgres(place, holder, to_leave=to_leave)
             check_place(place)
             if is_network_file_system(place.parent):
                 return _open_shared(place, holder, alone_may_migrate, timing)
@@ -125,8 +128,9 @@ class SqlStore:
             self._writer.remember(self.change(lambda connection: self._writer.write(connection, records)))
 
     def probe(self) -> None:
-        """See `store.Store`. Several pages, since a full disk may well have room for one."""
-        for text in ("x" * PROBE_BYTES, ""):
+        """See `store.Store`. Several new pages, since a full disk may well have room for one, and for what is written over.
+        What a server could compress would need none."""
+        for text in (secrets.token_hex(PROBE_BYTES // 2), ""):
             self.change(lambda connection, text=text: save_meta(connection, "probe", text))  # type: ignore[misc]
 
     def prune(self, now_us: int, limits: retention.Limits = retention.Limits()) -> bool:  # noqa: B008
@@ -237,13 +241,15 @@ def _open_shared(path: Path, holder: LeaseHolder, may_migrate: bool, timing: Tim
         raise
 
 
-def _open_postgres(url: URL, holder: LeaseHolder, *, may_migrate: bool = False) -> SqlStore:
+def _open_postgres(url: URL, holder: LeaseHolder, *, may_migrate: bool = False, to_leave: bool = False) -> SqlStore:
     engine = postgres_writer(url)
     name = describe(url)
     lease = PostgresLease(name, holder)
     store = SqlStore(name, lease, lambda: lease.take(engine), guard=lease)
     reconnect_quickly(engine)
     try:
+        if not to_leave and (problem := store.change(lambda connection: schema.encoding_problem(connection, name))):
+            raise StoreError(problem)
         revision = store.change(schema.read_revision)
         if may_migrate and revision is not None and revision in tables.REVISIONS[:-1]:
             schema.migrate(engine)
@@ -268,6 +274,6 @@ def upgrade_store(target: Target, holder: LeaseHolder) -> Migrated | None:
                 raise StoreError(f"there is no store at {place}; check --state-dir")
             store = SqlStore.open(place, holder=holder, alone_may_migrate=True)
         else:
-            store = _open_postgres(place, holder, may_migrate=True)
+            store = _open_postgres(place, holder, may_migrate=True, to_leave=True)
     store.close()
     return store.migrated

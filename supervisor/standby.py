@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rsup.supervisor import daemon_files
+from rsup.supervisor import daemon_files, local_sockets
 from rsup.supervisor.config import Settings
 from rsup.supervisor.lease import LeaseRecord
 from rsup.supervisor.lease_watch import LeaseWatch
@@ -34,16 +34,18 @@ class Standby:
         self._free = threading.Event()
         self._compared = ""
         self._watch = LeaseWatch(target, self._on_free)
-        self._page: StandbyPage | None = None
-        try:
-            self._page = StandbyPage(settings.rest_endpoint, self._told)
-        except RsupError as error:
-            _log.error("%s", error)
+        self._page = self._serve_page(settings)
 
-    def wait(self, told_to_stop: Callable[[], bool], held: RsupError) -> bool:
-        """Stand by until the lease is free (True), or this process is told to stop (False)."""
+    def wait(self, told_to_stop: Callable[[], bool], held: RsupError, *, said: bool = False) -> bool:
+        """Stand by until the lease is free (True), or this process is told to stop (False). `said`: the log knows why."""
         page = self._page.address if self._page else "-"
-        _log.info("standing by at %s, REST at %s: %s", ", ".join(self._server.addresses()), page, held)
+        _log.log(
+            logging.DEBUG if said else logging.INFO,
+            "standing by at %s, REST at %s: %s",
+            ", ".join(self._server.addresses()),
+            page,
+            held,
+        )
         daemon_files.tell_systemd("READY=1\nSTATUS=standing by: another supervisor leads")
         self._watch.start()
         try:
@@ -58,6 +60,20 @@ class Standby:
             self._watch.stop()
             if self._page is not None:
                 self._page.stop()
+
+    def _serve_page(self, settings: Settings) -> StandbyPage | None:
+        local = None
+        try:
+            local = local_sockets.listen_for_rest(settings)
+        except (RsupError, OSError) as error:
+            _log.error("%s", error)
+        try:
+            return StandbyPage(settings.rest_endpoint, self._told_to_everybody, local)
+        except RsupError as error:
+            _log.error("%s", error)
+            if local is not None:
+                local.close()
+            return None
 
     def _on_free(self) -> None:
         self._free.set()
@@ -79,12 +95,26 @@ class Standby:
         where = f" and answers at {leader.rest}" if leader.rest else ""
         return f"this supervisor stands by: pid {leader.pid} on {leader.host} leads{where}", leader.rest
 
+    def _told_to_everybody(self) -> tuple[str, str]:
+        """What whoever reaches the port may know: where to ask, not of what database or process."""
+        sight = self._watch.sight
+        if sight.problem:
+            return "this supervisor stands by, and cannot ask its database now; its log says why", ""
+        if sight.leader is None:
+            return self._told()
+        where = f"the one that leads answers at {sight.leader.rest}" if sight.leader.rest else "another one leads"
+        return f"this supervisor stands by: {where}", sight.leader.rest
+
     def _compare_secrets(self) -> None:
         sight = self._watch.sight
         if not sight.secrets or sight.leader is None or self._compared == sight.secrets:
             return
         self._compared = sight.secrets
-        for line in differences(json.loads(sight.secrets), self._secrets, sight.leader):
+        try:
+            theirs = {str(name): str(digest) for name, digest in json.loads(sight.secrets).items()}
+        except (ValueError, AttributeError):
+            theirs = {}  # written by who knows what: nothing to compare
+        for line in differences(theirs, self._secrets, sight.leader):
             _log.error("%s", line)
 
 

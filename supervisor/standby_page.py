@@ -1,78 +1,128 @@
 """REST of a supervisor that stands by: alive, not ready, and where the leader answers. Standard library only.
 
 Every answer but `/healthz` is a problem document with status 503, `"standby": true` and the leader's address in `leader`, so
-that whoever knows several supervisors tries the next. No token is asked for and none is read.
+that whoever knows several supervisors tries the next. The same is said at the UNIX socket, to users of this host who know no
+other address. No token is asked for and none is read: what is said here is said to everybody.
 """
 
+import asyncio
+import contextlib
 import json
+import logging
+import re
 import socket
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
 
+from rsup.supervisor.connection_room import Room
 from rsup.supervisor.rest_thread import RestThread
 
-REQUEST_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 32 * 1024
+MAX_BODY_BYTES = 1024 * 1024
+_REQUEST = re.compile(rb"(\w+) (\S+) HTTP/1\.[01]\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+_WORDS = {200: "OK", 400: "Bad Request", 503: "Service Unavailable"}
+
+_log = logging.getLogger(__name__)
 
 
 class StandbyPage:
     """Serves on a thread of its own until `stop`. `told`: a sentence about the standby, and the leader's REST address."""
 
-    def __init__(self, endpoint: str, told: Callable[[], tuple[str, str]]) -> None:
-        """Raise `rest_thread.PageError` where the address cannot be bound."""
-        self._bound = RestThread(endpoint, lambda _: lambda: None)
+    def __init__(self, endpoint: str, told: Callable[[], tuple[str, str]], local: socket.socket | None = None) -> None:
+        """Raise `rest_thread.PageError` where the address cannot be bound. `local`: a listening UNIX socket, served too, and
+        ours to close, but for that error."""
+        self._bound = RestThread(endpoint, lambda _: lambda: None, local)
         self.address = self._bound.address
-        self._server = _Server(self._bound.listening, told)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="rsup-standby-page", daemon=True)
+        self._told = told
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._open: dict[asyncio.Task[None], _Client] = {}
+        self._thread = threading.Thread(target=self._run, name="rsup-standby-page", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Free the address."""
-        self._server.shutdown()
+        """Free the addresses."""
+        with contextlib.suppress(RuntimeError):  # it has ended by an error
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(timeout=5)
         self._bound.stop()
 
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:  # it stands by all the same
+            _log.error("REST is not available while this supervisor stands by: %s", error)
+        finally:
+            self._loop.close()
 
-class _Server(ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
+    async def _serve(self) -> None:
+        sockets = [self._bound.listening, *([self._bound.local] if self._bound.local is not None else [])]
+        servers = []
+        for one in sockets:
+            one.setblocking(False)
+            servers.append(await asyncio.start_server(self._answerer(Room()), sock=one, limit=MAX_HEAD_BYTES))
+        await self._over.wait()
+        for server in servers:
+            server.close()
+        for client in self._open.values():
+            client.cut()
+        await asyncio.gather(*self._open, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close in the turn after
 
-    def __init__(self, listening: socket.socket, told: Callable[[], tuple[str, str]]) -> None:
-        super().__init__(listening.getsockname()[:2], _Answer, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-        self.told = told
+    def _answerer(self, room: Room) -> "Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]":
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            client = _Client(writer)
+            if not room.enter(client):
+                client.cut()
+                return
+            task = asyncio.get_running_loop().create_task(self._answer(reader, writer, room, client))
+            self._open[task] = client
+            task.add_done_callback(self._open.pop)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no news."""
+        return begin
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, room: Room, client: "_Client") -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if length := _LENGTH.search(head):
+                await reader.readexactly(min(int(length[1]), MAX_BODY_BYTES))  # else closing resets what we say
+            room.is_answered(client)
+            writer.write(self._answer_to(head))
+            await writer.drain()
+        except (EOFError, OSError, asyncio.LimitOverrunError):
+            pass  # a client that went away, or was no client, is no news
+        finally:
+            room.leave(client)
+            writer.close()
+
+    def _answer_to(self, head: bytes) -> bytes:
+        request = _REQUEST.match(head)
+        if request is None:
+            return _written(400, "application/json", {"detail": "this is no request of HTTP/1.1"})
+        has_body = request[1] != b"HEAD"
+        if request[2].split(b"?")[0] == b"/healthz":
+            return _written(200, "application/json", {"status": "ok"}, has_body)
+        detail, leader = self._told()
+        content = {"type": "about:blank", "title": _WORDS[503], "status": 503, "detail": detail}
+        content |= {"standby": True, "leader": leader or None}
+        return _written(503, "application/problem+json", content, has_body)
 
 
-class _Answer(BaseHTTPRequestHandler):
-    timeout = REQUEST_TIMEOUT_S
+class _Client:
+    """A connection, for `Room`."""
 
-    def _answer(self) -> None:
-        if self.path.split("?")[0] == "/healthz":
-            self._send(200, "application/json", {"status": "ok"})
-            return
-        assert isinstance(self.server, _Server)
-        detail, leader = self.server.told()
-        content = {"type": "about:blank", "title": "Service Unavailable", "status": 503, "detail": detail}
-        self._send(503, "application/problem+json", {**content, "standby": True, "leader": leader or None})
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _answer
+    def cut(self) -> None:
+        """End it at once."""
+        self._writer.transport.abort()
 
-    def _send(self, status: int, kind: str, content: dict[str, object]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-        self.close_connection = True
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: requests are not logged."""
+def _written(status: int, kind: str, content: dict[str, object], has_body: bool = True) -> bytes:
+    body = json.dumps(content).encode()
+    lines = [f"HTTP/1.1 {status} {_WORDS[status]}", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
+    lines += ["Connection: close"]
+    lines += ["Retry-After: 1"] if status == 503 else []
+    return "\r\n".join([*lines, "", ""]).encode() + (body if has_body else b"")

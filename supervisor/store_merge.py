@@ -33,8 +33,6 @@ _STORY = (
 )
 """Tables of a job other than its events."""
 
-_CURVES = (tables.metric_series, tables.metric_points)
-
 Change = Callable[[Callable[[Connection], Any]], Any]
 """Runs a function in one transaction of the target, as `SqlStore.change` does."""
 
@@ -96,13 +94,34 @@ def _merge_job(read: Connection, job: Row[Any], merged: Merged, write: Connectio
 
 
 def _copy_curves(read: Connection, write: Connection, job: int, new_job: int, newer: bool) -> None:
-    """The curves of one of the two stores as a whole: points of both would lie on two grids."""
+    """Of each series the newer store's curve, and from the other what lies before that: it may only hold a later attempt."""
+    ours, theirs = _firsts(write, new_job), _firsts(read, job)
+    points, series = tables.metric_points, tables.metric_series
+    both = ours.keys() & theirs.keys()
     if newer:
-        for table in _CURVES:
-            write.execute(delete(table).where(table.c.job == new_job))
-    if newer or not _count(write, tables.metric_series, new_job):
-        for table in _CURVES:
-            _copy_rows(read, write, table, job, new_job, overwrite=False)
+        for kind, name in both:
+            of_series = (points.c.job == new_job, points.c.kind == kind, points.c.name == name)
+            write.execute(delete(points).where(*of_series, points.c.iteration >= theirs[kind, name]))
+    rows = read.execute(select(points).where(points.c.job == job).execution_options(yield_per=_BATCH))
+    for batch in rows.partitions(_BATCH):
+        told = [
+            {**row._mapping, "job": new_job}
+            for row in batch
+            if newer or (row.kind, row.name) not in both or row.iteration < ours[row.kind, row.name]
+        ]
+        if told:
+            write.execute(upsert(write, points, overwrite=False), told)
+    _copy_rows(read, write, series, job, new_job, overwrite=newer)
+    lengths = select(func.count()).where(points.c.job == series.c.job, points.c.kind == series.c.kind)
+    lengths = lengths.where(points.c.name == series.c.name)
+    write.execute(update(series).where(series.c.job == new_job).values(num_points=lengths.scalar_subquery()))
+
+
+def _firsts(connection: Connection, job: int) -> dict[tuple[str, str], int]:
+    """Where each series begins, by kind and name; of those that have points."""
+    of = tables.metric_points.c
+    query = select(of.kind, of.name, func.min(of.first)).where(of.job == job).group_by(of.kind, of.name)
+    return {(kind, name): first for kind, name, first in connection.execute(query)}
 
 
 def _find(write: Connection, job: Row[Any]) -> tuple[int | None, bool, int]:

@@ -1,13 +1,15 @@
 """A whole store moves: into a database, a file or a state directory that holds none; state directories say where it went."""
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import URL
 
+from rsup.supervisor import schema
 from rsup.supervisor.database import (
     DATABASE_NAME,
     FILE_SUFFIXES,
@@ -38,9 +40,10 @@ class Moved:
     note: str
 
 
-def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHolder]) -> Moved:
+def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHolder], state: Path | None = None) -> Moved:
     """Copy the store that is named (a file, a state directory or a URL) into one that holds nothing, or into the directory
-    that it had moved out of. Takes both leases. Raise `StoreError`, `UsageError`; then all is as it was."""
+    that it had moved out of. Takes both leases. `state`: a state directory which may be that of `source_text`. Raise
+    `StoreError`, `UsageError`; then all is as it was."""
     source, target = _source(source_text), _target(target_text)
     names = describe(source), describe(target)
     if names[0] == names[1]:
@@ -48,7 +51,9 @@ def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHol
     place = split_target(source)
     if isinstance(place, Path) and not place.exists():
         raise UsageError(f"there is no store at {place}")
-    held = SqlStore.open(source, holder=holder(), alone_may_migrate=False)
+    check_filled(source, "check FROM")
+    _make_dir(target)
+    held = SqlStore.open(source, holder=holder(), alone_may_migrate=False, to_leave=True)
     try:
         aside = _put_aside(target, source, holder)
         try:
@@ -59,7 +64,26 @@ def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHol
             raise
     finally:
         held.close()
-    return Moved(*names, copied, aside, _leave_note(place, target))
+    folders = _state_dirs(source_text, place, state)
+    return Moved(*names, copied, aside, _leave_note(folders, target))
+
+
+def check_filled(target: Target, hint: str, *, of_this_release: bool = False) -> None:
+    """There is a store at `target`: opening one to write would make it, also where a name was mistyped. Raise `UsageError`,
+    which ends in `hint`, or `StoreError`."""
+    name, place = describe(target), split_target(target)
+    if isinstance(place, Path) and not place.exists():
+        return  # whoever opens it says so
+    engine = reader_engine(target)
+    try:
+        with translated(name), engine.connect() as connection:
+            revision = schema.read_revision(connection)
+    finally:
+        engine.dispose()
+    if revision is None:
+        raise UsageError(f"there is no store in {name} yet; {hint}")
+    if of_this_release:
+        schema.check_revision(revision, name)
 
 
 def _copy(source: Target, target: Target, holder: Callable[[], LeaseHolder]) -> Copied:
@@ -86,14 +110,26 @@ def _put_aside(target: Target, source: Target, holder: Callable[[], LeaseHolder]
     return target.rename(target.with_name(f"{target.name}.before-copy-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
 
 
-def _leave_note(source: Path | URL, target: Target) -> str:
-    """Have state directories say where their store is now."""
+def _state_dirs(source_text: str, place: Path | URL, state: Path | None) -> list[Path]:
+    """The state directories whose store `place` was, also where a note had them say so."""
+    found = [place.parent] if isinstance(place, Path) and place.name == DATABASE_NAME else []
+    if "://" not in source_text and os.path.isdir(source_text):
+        found.append(Path(os.path.abspath(source_text)))
+    with contextlib.suppress(UsageError):  # of a directory that is not ours to look into
+        if state is not None and (noted := noted_elsewhere(state)) and split_target(noted) == place:
+            found.append(state)
+    return list(dict.fromkeys(found))
+
+
+def _leave_note(folders: Sequence[Path], target: Target) -> str:
+    """Have state directories say where their store is now. `folders`: those which it has left."""
     try:
         if isinstance(target, Path) and target.name == DATABASE_NAME:
             note_elsewhere(target.parent, "")
-        elif not isinstance(target, Path) and isinstance(source, Path) and source.name == DATABASE_NAME:
-            note_elsewhere(source.parent, str(target))
-            return f"commands that are given {source.parent} find it there"
+        elif not isinstance(target, Path) and folders:
+            for folder in folders:
+                note_elsewhere(folder, str(target))
+            return f"commands that are given {', '.join(map(str, folders))} find it there"
     except OSError as error:
         return f"no note of it could be left in the state directory ({error.strerror}): name the store to every command"
     return ""
@@ -106,11 +142,28 @@ def _source(text: str) -> Target:
 
 
 def _target(text: str) -> Target:
-    """A missing one is a state directory, which is made, unless its name is that of a file."""
+    """A missing one is a state directory, unless its name is that of a file."""
     if "://" in text:
+        split_target(text)  # refuses what is no URL of ours
         return text
     path = Path(os.path.abspath(text))
     if not path.exists() and not text.endswith(FILE_SUFFIXES):
         split_target(text + FILE_SUFFIXES[0])  # refuses what is meant as connection parameters
-        path.mkdir(mode=0o700, parents=True)
+        if "/" not in text:  # the name of a database, more likely than that of a directory right here
+            raise UsageError(
+                f"there is nothing called {text} here: write postgresql://user@host/{text} for a database, ./{text} for a "
+                "state directory that is to be made"
+            )
+        return path / DATABASE_NAME
     return path / DATABASE_NAME if path.is_dir() else path
+
+
+def _make_dir(target: Target) -> None:
+    """Make a state directory that is not there."""
+    if not isinstance(target, Path) or target.name != DATABASE_NAME:
+        return
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        folder = target.parent
+        raise UsageError(f"cannot make the state directory {folder}: {error.strerror}; name one that you can write") from None

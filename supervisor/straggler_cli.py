@@ -28,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     sources = sources_of(arguments)
     job = JobName("", "", arguments.job)
     status = sources.read(lambda source: source.status(job, stacks=False))
+    if "ranks" in status and "stragglers" not in status:
+        raise QueryError("the supervisor is of an older release, which keeps no slow ranks; restart it with this release")
     if "stragglers" not in status:
         owner = status["job"]["owner"]
         raise QueryError(f"job {status['job']['name']} belongs to {owner}: only its owner and operators see its stragglers")

@@ -5,18 +5,21 @@ So this is slow to accuse. An episode speaks against a device only
 
 * if nothing else explains it: not where the sensors or the section say host, data or work;
 * not where the slowness went with the rank to another device, or the device was fine under another rank;
-* together with enough independent ones before: of another attempt, or `APART_S` after the end of the one before;
-* and, unless the device's own sensors named the cause, only where the device had been faster before in the same attempt, or
-  was slow under two ranks: a rank that has always had more to do is as slow on any device.
+* together with enough independent ones before: `APART_S` after the end of the one before, or under another rank in another
+  attempt. A new attempt alone is none: what made the rank slow may well have outlived the old one;
+* and, unless the device's own sensors named the cause, only where the device had been faster before in the same attempt, more
+  than the others had (when the batch grows all are slower than they were), or was slow under two ranks: a rank that has always
+  had more to do is as slow on any device.
 """
 
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rsup.supervisor.case_evidence import is_stand_in
 from rsup.supervisor.records import StragglerSaved
-from rsup.supervisor.wire import DEVICE_CAUSES
+from rsup.supervisor.wire import DEVICE_CAUSES, Straggler
 
 APART_S = 1800.0
 NEEDED = 3
@@ -24,7 +27,7 @@ NEEDED = 3
 NEEDED_WITH_CAUSE = 2
 """The same where the device's own sensors named the cause, in this one and in those before."""
 WAS_FASTER = 0.8
-"""An individual score below it: the device did the same work faster before."""
+"""An individual score below it, against the median of all ranks': the device did the same work faster before."""
 TRUSTED_AFTER = 10
 """Reports of an attempt after which a device without an episode counts as fine."""
 
@@ -51,8 +54,10 @@ def judge(new: StragglerSaved, before: Sequence[StragglerSaved], cleared: Mappin
     needed = NEEDED_WITH_CAUSE if named else NEEDED
     if len(independent) < needed:
         return Verdict(False, f"independent episode {len(independent)} of {needed} that would speak against the device")
+    if all(one.episode != new.episode for one in independent):
+        return Verdict(False, "not independent of the one before, which has spoken for both")
     ranks = {one.rank for one in independent}
-    if not named and len(ranks) < 2 and not all(one.individual < WAS_FASTER for one in independent):
+    if not named and len(ranks) < 2 and not all(pace(one) < WAS_FASTER for one in independent):
         return Verdict(
             False, f"rank {new.rank} may have more to do: it was never faster, nor the device slow under another rank"
         )
@@ -86,12 +91,25 @@ def _independent(episodes: Sequence[StragglerSaved]) -> list[StragglerSaved]:
     """Of these the ones that lie apart."""
     kept: list[StragglerSaved] = []
     for one in episodes:
-        last = kept[-1] if kept else None
-        if last is None or one.attempt != last.attempt or one.from_us - last.seen_us >= APART_S * 1e6:
+        near = [place for place, other in enumerate(kept) if one.from_us - other.seen_us < APART_S * 1e6]
+        same = [place for place in near if kept[place].attempt == one.attempt or kept[place].rank == one.rank]
+        if not same:
             kept.append(one)
-        elif one.seen_us > last.seen_us:
-            kept[-1] = last if last.individual <= one.individual else one
+        else:
+            kept[same[-1]] = _as_one(kept[same[-1]], one)
     return kept
+
+
+def _as_one(first: StragglerSaved, later: StragglerSaved) -> StragglerSaved:
+    """Episodes that are not independent: what they say together is what the weaker says."""
+    weaker = max(first, later, key=pace)
+    seen_us = max(first.seen_us, later.seen_us)
+    return replace(first, attempt=later.attempt, seen_us=seen_us, individual=weaker.individual, usual=weaker.usual)
+
+
+def pace(one: StragglerSaved | Straggler) -> float:
+    """How fast a rank was against what it had been, as the others are: below 1 it alone has become slower."""
+    return one.individual / max(one.usual, 1e-9)
 
 
 def _listed(ranks: set[int]) -> str:

@@ -309,6 +309,7 @@ metric_series = Table(  # the series of a job's numbers, with the newest point o
     _key("kind", Text),
     _key("name", Text),
     _number("attempt"),  # whose rank told it last
+    _number("entry"),  # of that attempt's ranks into their training function, 0: without in-process restart
     _number("rank"),
     _number("iteration"),
     _number("at_us"),
@@ -354,6 +355,7 @@ stragglers = Table(
     _number("num_reports"),
     Column("slowdown", Double, nullable=False),
     Column("individual", Double, nullable=False),
+    Column("usual", Double, nullable=False),
     _text("cause"),
     _text("text"),
     _text("verdict"),

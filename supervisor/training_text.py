@@ -63,14 +63,18 @@ def work_lines(status: Json, paint: Paint = PLAIN) -> list[str]:
 
 def at_risk_line(status: Json) -> str:
     """What would be lost if the job failed now, or was lost as it failed; empty where there is nothing to say."""
-    risk, work = status["work"]["at_risk"], status["work"]
+    risk = status["work"]["at_risk"]
     if risk is None:
         return ""
-    since = f"since iteration {risk['since_iteration']}" if work["durable"] else "since the beginning"
+    is_saved = status["work"]["durable"] or risk["since_iteration"]
+    since = f"since iteration {risk['since_iteration']}" if is_saved else "since the beginning"
     about = f" (about {duration(risk['about_s'])} of work)" if risk["about_s"] else ""
     what = f"{plural(risk['iterations'], 'iteration')} {since}{about}"
     if status["job"]["ended"]:
-        return f"not saved: {what}" if risk["iterations"] else ""
+        lost = "" if is_saved else f"not saved: anything of what was done up to iteration {status['job']['iteration']}"
+        return f"not saved: {what}" if risk["iterations"] else lost
+    if not risk["iterations"] and not is_saved:
+        return "at risk: nothing yet; no iteration is saved, and none was done since the restart"
     return f"at risk: {what}" if risk["iterations"] else "at risk: nothing, all is saved"
 
 
@@ -98,4 +102,6 @@ def _checkpoint(saved: Json) -> str:
 def _left(left: Json) -> str:
     saved = "after a durable save" if left["durable"] else "without a durable save"
     why = clean(left["reason"]) or left["kind"]
+    if left["kind"] == "finished":
+        return f"training is finished, {saved}: {why}"
     return f"the ranks left on purpose after iteration {left['iteration']}, {saved}: {why}"

@@ -149,7 +149,7 @@ def live_training(
     limit: int,
 ) -> list[tuple[RowMapping, dict[str, Any]]]:
     """`goodput`, `work` and the number of `in_process_restarts` of the newest `limit` live jobs whose owner `may_read` allows,
-    each with its row of `jobs`. `reached(row)`: the iteration that its beats show."""
+    and its `machine` state, each with its row of `jobs`. `reached(row)`: the iteration that its beats show."""
     query = select(jobs).where(jobs.c.phase != "ended").order_by(jobs.c.id.desc()).limit(limit)
     rows = [row for row in connection.execute(query).mappings() if may_read(row["owner"])]
     states = {row["id"]: machine_state(row["state"]) for row in rows}
@@ -162,5 +162,5 @@ def live_training(
         reached_now = iterations[row["id"]] if row["phase"] == "running" else 0
         work = work_fields({**row, "outcome": None}, state, None, goodput["iteration_s"], now_us, reached_now)
         num_cured = cured[row["id"], row["attempt"]]
-        result.append((row, {"goodput": goodput, "work": work, "in_process_restarts": num_cured}))
+        result.append((row, {"goodput": goodput, "work": work, "in_process_restarts": num_cured, "machine": state}))
     return result

@@ -149,7 +149,7 @@ def job_status(
         "goodput": goodput,
         "metrics": latest,
         "curves": curves_of(connection, job.id, latest),
-        "stragglers": straggler_fields(connection, job.id, state),
+        "stragglers": straggler_fields(connection, job.id, state, now_us),
         "counts": {
             "attempts": len(tries),
             "free_restarts": 0 if state is None else state.free_restarts,

@@ -339,6 +339,10 @@ MAX_METRICS_A_KIND = 256
 """Series of one kind, of a job."""
 
 
+MAX_BIN_COUNT = 2**31 - 1
+"""Values in one `MetricBin`: more count no further, so that databases can add them up."""
+
+
 class MetricBin(Struct, frozen=True, array_like=True):
     """What a series was over a stretch of iterations: of one, or of neighbours that were put together to save room.
 
@@ -384,8 +388,8 @@ class MetricBin(Struct, frozen=True, array_like=True):
             low=low,
             high=high,
             last=later.last,
-            count=self.count + later.count,
-            num_non_finite=self.num_non_finite + later.num_non_finite,
+            count=min(self.count + later.count, MAX_BIN_COUNT),
+            num_non_finite=min(self.num_non_finite + later.num_non_finite, MAX_BIN_COUNT),
         )
 
 
@@ -455,7 +459,8 @@ class RankScore(Struct, frozen=True):
 class Straggler(Struct, frozen=True):
     """A rank that held the others up over an interval.
 
-    `slowdown`: its time / the fastest rank's, in `section`. `individual`: as in `SectionScore`. `cause`: of `STRAGGLER_CAUSES`.
+    `slowdown`: its time / the fastest rank's, in `section`. `individual`: as in `SectionScore`; `usual`: the median of all
+    ranks' there, below 1 where the work has grown for all. `cause`: of `STRAGGLER_CAUSES`.
     `text`: a sentence for people, with rank, device, node and the cause's figures.
     """
 
@@ -467,6 +472,7 @@ class Straggler(Struct, frozen=True):
     individual: float
     cause: str = ""
     text: str = ""
+    usual: float = 1.0
 
 
 class StragglerReport(Struct, frozen=True):
@@ -762,6 +768,9 @@ class MetricsReported(Fact, frozen=True):
     rank: int
     kind: str
     series: dict[str, list[MetricBin]]
+    entry: int = 0
+    """Of that rank into its training function (`EntryBegun`), 0: without in-process restart. With a reserve another rank may
+    tell a series from the next entry on."""
 
 
 class StragglersReported(Fact, frozen=True):
@@ -1274,6 +1283,7 @@ class RankMetrics(Struct, frozen=True, tag=True):
 
     kind: str
     series: dict[str, list[MetricBin]]
+    entry: int = 0
 
 
 class RankStragglers(Struct, frozen=True, tag=True):

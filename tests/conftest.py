@@ -1,8 +1,10 @@
 """Every test runs with a state and a runtime directory of its own, and nothing that it started may outlive the run."""
 
 import ctypes
+import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -17,6 +19,16 @@ RUN_MARK = f"RSUP_TEST_RUN={uuid.uuid4().hex}"
 
 # torch asks a name server about each connection to its store; where an answer is lost, glibc asks again after 1 s, not after 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# The tests start thousands of interpreters: each would compile a fresh checkout's files again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until the tests are collected: there is no garbage among them
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: modules and thousands of tests, which no later collection need look through."""
+    gc.freeze()
+    gc.enable()
 
 
 def survivors() -> dict[int, str]:

@@ -175,14 +175,23 @@ def report_case(report: _wire.CaseReport, within_s: float = 10.0) -> bool:
     return (_session or init()).report_case(report, within_s)
 
 
-def report_metrics(iteration: int, values: Mapping[str, float], consumed_samples: int = 0, kind: str = "training") -> None:
+def report_metrics(
+    iteration: int,
+    values: Mapping[str, float],
+    consumed_samples: int = 0,
+    kind: str = "training",
+    *,
+    at_s: float | None = None,
+    warn: "Callable[[str], None] | None" = None,
+) -> None:
     """Numbers of `iteration` (1-based, global) for `rsup status`, the page and Prometheus, by name (64 bytes, 256 a kind).
 
     `kind`: one of `wire.METRIC_KINDS`. Of one series one rank reports, in order; an earlier iteration than the last takes back
     what was reported from there on. Never blocks; at most a message a second goes out, in which neighbours may be put together.
-    What is no number (a tensor counts as one, and is waited for), and names beyond those bounds, are left out with a warning.
+    What is no number (a tensor counts as one, and is waited for), and names beyond those bounds, are left out with a warning,
+    which goes to `warn`, if given. `at_s`: when they were true, in seconds since the epoch; None: now.
     """
-    (_session or init()).report_metrics(iteration, values, consumed_samples, kind)
+    (_session or init()).report_metrics(iteration, values, consumed_samples, kind, at_s, warn)
 
 
 def report_straggler(report: _wire.StragglerReport) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from rsup.supervisor import heartbeat_board as board_layout
 from rsup.supervisor import wire
 from rsup.supervisor.heartbeat_board import Board, BoardError, Section, Slot
 from rsup.worker.observe.metric_outbox import MetricOutbox
+from rsup.worker.warned import warn_safely
 
 BEAT_INTERVAL_S = 0.25
 MAX_QUEUED_MESSAGES = 256
@@ -120,7 +121,15 @@ class NoSession:
     def report_case(self, report: wire.CaseReport, within_s: float) -> bool:
         return False
 
-    def report_metrics(self, iteration: int, values: Mapping[str, float], consumed_samples: int, kind: str) -> None:
+    def report_metrics(
+        self,
+        iteration: int,
+        values: Mapping[str, float],
+        consumed_samples: int,
+        kind: str,
+        at_s: float | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         pass
 
     def flush(self, within_s: float) -> bool:
@@ -157,6 +166,7 @@ class Session:
         self._flushing = False
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._has_said_lost = False
         self._stored_cases: dict[str, str] = {}
         self._case_stored = threading.Event()
         self._sections: dict[str, SectionLike] = {}
@@ -178,7 +188,7 @@ class Session:
             made: Section = self._slot.section(name)
             section = made
         except BoardError as error:
-            warnings.warn(f"rsup: {error}", RuntimeWarning, stacklevel=4)
+            warn_safely(str(error), 4)
             section = _NO_SECTION
         self._sections[name] = section
         return section
@@ -246,12 +256,22 @@ class Session:
             self._case_stored.clear()
         return False
 
-    def report_metrics(self, iteration: int, values: Mapping[str, float], consumed_samples: int, kind: str) -> None:
+    def report_metrics(
+        self,
+        iteration: int,
+        values: Mapping[str, float],
+        consumed_samples: int,
+        kind: str,
+        at_s: float | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         """Keep these numbers; the session's thread sends them within a second or so. No system call."""
-        self._metrics.take(iteration, values, consumed_samples, kind)
+        self._metrics.take(iteration, values, consumed_samples, kind, at_s, warn)
 
     def send(self, message: wire.RankToAgent) -> None:
         """Queue a message to the agent; the oldest is dropped when more than `MAX_QUEUED_MESSAGES` wait."""
+        if isinstance(message, wire.RankEntered):
+            self._metrics.entry = message.entry
         self._outbox.append(message)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup_fd, 1)
@@ -297,20 +317,36 @@ class Session:
         while True:
             ready = poller.poll(BEAT_INTERVAL_S * 1000)
             self._slot.set(board_layout.LIVENESS_NS, board_layout.monotonic_ns())
-            self._write_flags()
-            for fd, _ in ready:
-                if fd == self._wakeup_fd:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._wakeup_fd)
-                elif self._link is not None and not self._receive():
-                    poller.unregister(self._link)
-                    self._link.close()
-                    self._link = None
             is_closing = self._closing
-            self._flush()
-            self._send_metrics(all_of_it=is_closing or self._flushing)
+            try:
+                self._turn(poller, [fd for fd, _ in ready], is_closing)
+            except Exception as error:  # the thread's outermost frame: a rank without it looks hung, whatever it met
+                self._say_lost(error)
             if is_closing:
                 return
+
+    def _turn(self, poller: select.poll, ready: Sequence[int], is_closing: bool) -> None:
+        self._write_flags()
+        for fd in ready:
+            if fd == self._wakeup_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wakeup_fd)
+            elif self._link is not None and not self._receive():
+                poller.unregister(self._link)
+                self._link.close()
+                self._link = None
+        self._flush()
+        self._send_metrics(all_of_it=is_closing or self._flushing)
+
+    def _say_lost(self, error: Exception) -> None:
+        """Once: standard error is the only place where this thread may say anything."""
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(
+                    f"warning: rsup: rank {self.rank}: a message was lost between it and its agent:"
+                    f" {type(error).__name__}: {error}\n"
+                )
 
     def _send_metrics(self, *, all_of_it: bool) -> None:
         """Behind the queue, and only where that is empty: numbers must not push out what others wait for."""

@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import FrameType
+from typing import NamedTuple
 
 from rsup.launcher.slurm.gate_decision import REFUSED as REFUSED
-from rsup.launcher.slurm.gate_decision import UNDECIDED, Answer, IndexMap, Limits, Question, decide, undecided
+from rsup.launcher.slurm.gate_decision import UNDECIDED, Answer, IndexMap, Limits, Question, decide, let_in_to_test, undecided
 from rsup.launcher.slurm.node_inventory import read_boards
 from rsup.launcher.slurm.node_settings import (
     UNUSABLE,
@@ -53,8 +53,7 @@ class _UsageProblem(Exception):
     """What is wrong with the arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A question and its answer. `exit_code`: of the mode, too."""
 
     question: Question
@@ -173,6 +172,7 @@ def question_of(environ: Mapping[str, str], given: Mapping[str, str], settings: 
         num_restarts=int(restarts) if restarts.isdigit() else 0,
         has_all=settings.whole_node and not gpus and not uuids and node == own,
         is_here=node == own,
+        reservation=environ.get("SLURM_JOB_RESERVATION", ""),
     )
 
 
@@ -190,6 +190,8 @@ def indexes_of(text: str) -> tuple[str, ...]:
 
 
 def _answer(question: Question, settings: NodeSettings, places: NodePlaces, boards: IndexMap, boot: str) -> Answer:
+    if question.is_test:
+        return let_in_to_test(question)
     if settings.problem:
         return undecided("settings", settings.problem)
     try:
@@ -225,14 +227,16 @@ def read_key(places: NodePlaces, settings: NodeSettings) -> bytes:
         raise NodeProblem(f"no public key of the supervisor: {error.strerror}: copy its signing-key.pub to {path}") from None
 
 
-def _age_s(places: NodePlaces, serial: int, boot: str) -> float:
+def _age_s(places: NodePlaces, serial: int, boot: str) -> float | None:
     """How long ago a supervisor said that this snapshot is its newest: by the boot clock, since the wall clock may step and is
-    not the supervisor's. Where nobody wrote that down, the file's age stands for it."""
+    not the supervisor's. None where nobody wrote that down in this boot."""
     with suppress(*UNUSABLE):
         confirmed = json.loads(read_trusted(places.confirmed, 4096))
-        if confirmed["boot_id"] == boot and confirmed["serial"] == serial:
-            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - float(confirmed["boottime_s"]))
-    return max(0.0, time.time() - places.snapshot.stat().st_mtime)
+        told_s = confirmed["boottime_s"] if confirmed["serial"] == serial else confirmed["before"][str(serial)]
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - float(told_s)
+        if confirmed["boot_id"] == boot and age_s >= 0:  # else of another clock
+            return age_s
+    return None
 
 
 def say(line: str) -> None:

@@ -9,23 +9,25 @@ this boot; a job is refused for an index only if every one of them is refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import NamedTuple
 
 from rsup.launcher.slurm.snapshot_file import AVOID, REFUSE, Listed, Snapshot
 
 MAX_LINE_CHARS = 120
 PREFIX = "rsup:"
 ACCEPT, REFUSED, UNDECIDED = "accept", "refuse", "undecided"
+RESERVATION = "rsup_q_"
+"""With the node's name behind it: the reservation in which the supervisor quarantines a node; SLURM lets root alone into it."""
 LEAST_LIMIT = 2
 """So many nodes may be refused in the smallest cluster (`max(2, 5 %)` in the supervisor)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """`indexes`: the job's GPUs as SLURM numbers them; `uuids`: where somebody knows them by name. `has_all`: SLURM numbers
     none here, and the job has all GPUs of the node. `is_here`: the node is the one that answers. `num_restarts`: how often
-    SLURM has restarted the job."""
+    SLURM has restarted the job. `reservation`: in which SLURM started it."""
 
     node: str
     cluster: str = ""
@@ -35,29 +37,32 @@ class Question:
     num_restarts: int = 0
     has_all: bool = False
     is_here: bool = True
+    reservation: str = ""
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the job was sent into the node's quarantine, to test it."""
+        return bool(self.node) and self.reservation == RESERVATION + self.node
 
 
-@dataclass(frozen=True, slots=True)
-class IndexMap:
+class IndexMap(NamedTuple):
     """Which boards each index may stand for, several where that is not sure. `problem`: why nothing is known, else empty.
     `here`: boards of this node whatever their index."""
 
-    boards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    boards: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     problem: str = ""
     here: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of `node.toml`, and how long ago a supervisor confirmed the snapshot."""
+class Limits(NamedTuple):
+    """Of `node.toml`, and how long ago a supervisor confirmed the snapshot; None: nobody knows."""
 
-    age_s: float
+    age_s: float | None
     max_age_s: float
     max_restarts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """`verdict`: ACCEPT, REFUSED or UNDECIDED. `why`: one or two words for counting. `line`: for people, at most 120
     characters, without quotes, newlines and `=`. `device`: the refused GPU, empty for a node. `is_alarm`: somebody should
     look."""
@@ -74,11 +79,21 @@ def decide(question: Question, snapshot: Snapshot, boards: IndexMap, limits: Lim
     doubt = _doubt(question, snapshot, limits)
     if doubt is not None:
         return doubt
-    answer = _by_node(question, snapshot, now) or _by_devices(question, snapshot, boards, now)
+    answer = _by_devices(question, snapshot, boards, now)
+    by_node = _by_node(question, snapshot, now)
+    if by_node is not None and (by_node.verdict == REFUSED or answer.verdict != REFUSED):
+        answer = by_node
     if answer.verdict == REFUSED and question.num_restarts >= limits.max_restarts:
         text = f"let in after {question.num_restarts} restarts, against: {answer.line.removeprefix(PREFIX)}"
         return Answer(ACCEPT, "refused enough", _line("cap", text), answer.device, is_alarm=True)
     return answer
+
+
+def let_in_to_test(question: Question) -> Answer:
+    """The answer where `is_test`, whatever is known: SLURM kept all other jobs out of that reservation."""
+    return Answer(
+        ACCEPT, "test", _line("ok", f"{question.reservation} is where {question.node} is tested: its jobs are let in")
+    )
 
 
 def undecided(why: str, text: str) -> Answer:
@@ -88,8 +103,14 @@ def undecided(why: str, text: str) -> Answer:
 
 def _doubt(question: Question, snapshot: Snapshot, limits: Limits) -> Answer | None:
     """Why this snapshot must not be used, None if it may."""
-    if question.cluster and snapshot.cluster and question.cluster != snapshot.cluster:
+    if not snapshot.cluster:
+        return undecided(
+            "other cluster", "the snapshot names no cluster, so whose it is is not sure; rsup serve --cluster NAME"
+        )
+    if question.cluster and question.cluster != snapshot.cluster:
         return undecided("other cluster", f"the snapshot is of cluster {snapshot.cluster}, this is {question.cluster}")
+    if limits.age_s is None:
+        return undecided("old", "no supervisor has confirmed this snapshot in this boot; see rsup slurm healthcheck")
     if limits.age_s > limits.max_age_s:
         return undecided(
             "old", f"no supervisor has confirmed the snapshot for {limits.age_s:.0f} s; see rsup slurm healthcheck"
@@ -108,11 +129,15 @@ def _by_node(question: Question, snapshot: Snapshot, now: datetime) -> Answer | 
     listed = snapshot.nodes.get(question.node)
     if listed is None or listed.verdict != REFUSE or _is_over(listed, now):
         return None
+    if _end_of(listed) is None:
+        return undecided("end", f"node {question.node} is refused, but {_doubtful_end(listed)}")
     return Answer(REFUSED, "node", _refusal(question.node, f"node {question.node}", listed))
 
 
 def _by_devices(question: Question, snapshot: Snapshot, boards: IndexMap, now: datetime) -> Answer:
-    refused = {uuid: one for uuid, one in snapshot.devices.items() if one.verdict == REFUSE and not _is_over(one, now)}
+    listed = {uuid: one for uuid, one in snapshot.devices.items() if one.verdict == REFUSE and not _is_over(one, now)}
+    doubtful = {uuid: one for uuid, one in listed.items() if _end_of(one) is None}
+    refused = {uuid: one for uuid, one in listed.items() if uuid not in doubtful}
     for uuid in question.uuids:
         if uuid in refused:
             return Answer(REFUSED, "device", _refusal(question.node, f"GPU {uuid}", refused[uuid]), uuid)
@@ -135,6 +160,9 @@ def _by_devices(question: Question, snapshot: Snapshot, boards: IndexMap, now: d
                 doubts.append(f"{uuid}: {boards.problem or 'not in the inventory of this boot'}")
     if doubts:
         return undecided("index", f"a GPU of this node is refused, but which the job has is not sure: {doubts[0]}")
+    theirs = {*question.uuids, *(here if question.has_all else (u for i in question.indexes for u in boards.boards.get(i, ())))}
+    for uuid in sorted(theirs & doubtful.keys()):
+        return undecided("end", f"GPU {uuid} is refused, but {_doubtful_end(doubtful[uuid])}")
     return _acceptance(question, snapshot, boards, refused)
 
 
@@ -155,14 +183,27 @@ def _acceptance(question: Question, snapshot: Snapshot, boards: IndexMap, refuse
     return Answer(ACCEPT, "clear", _line("ok", f"nothing known against {question.node}{doubt}"))
 
 
-def _is_over(listed: Listed, now: datetime) -> bool:
+NEVER = datetime.max.replace(tzinfo=UTC)
+
+
+def _end_of(listed: Listed) -> datetime | None:
+    """When the verdict is over; None where that cannot be read, so that nobody knows whether it still stands."""
     if not listed.until:
-        return False
+        return NEVER
     try:
         end = datetime.fromisoformat(listed.until)
     except ValueError:
-        return False  # a signed verdict stands; only its end is unknown
-    return now >= (end if end.tzinfo else end.replace(tzinfo=UTC))
+        return None
+    return end if end.tzinfo else end.replace(tzinfo=UTC)
+
+
+def _is_over(listed: Listed, now: datetime) -> bool:
+    end = _end_of(listed)
+    return end is not None and now >= end
+
+
+def _doubtful_end(listed: Listed) -> str:
+    return f"when {listed.id or 'that'} is over cannot be read: {listed.until[:30]}; upgrade rsup on this node"
 
 
 def _refusal(node: str, what: str, listed: Listed) -> str:

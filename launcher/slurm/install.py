@@ -141,7 +141,7 @@ def write_node(places: NodePlaces, given: argparse.Namespace, key: str) -> list[
             lines.append(_write(places.under(settings.public_key_file), key, 0o644, given.dry_run))
         for path, what in ((settings.public_key_file, "signing-key.pub"), (settings.token_file, "rsup slurm node-token")):
             if not places.under(path).exists():
-                lines.append(f"missing  {path}: from the supervisor's host, {what}")
+                lines.append(f"missing  {places.under(path)}: from the supervisor's host, {what}")
         if not given.dry_run:
             lines += _key_problem(places, settings)
     except OSError as error:

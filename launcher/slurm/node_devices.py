@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, write_atomically
+from rsup.launcher.slurm.node_settings import NodePlaces, NodeProblem, places_of, write_atomically
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.wire import Device, HealthReading, RsupError
 
@@ -97,7 +97,7 @@ def _listed(places: NodePlaces, node: str) -> Found:
     from rsup.launcher.inventory_file import read_inventory_file
 
     try:
-        records = read_inventory_file(places.devices, node)
+        records = read_inventory_file(places.devices, node, named_by="")
     except RsupError as error:
         raise NodeProblem(str(error)) from None
     devices = [_record(number, one.device) for number, one in enumerate(records)]
@@ -111,13 +111,14 @@ def _record(number: int, device: Device) -> dict[str, Any]:
 
 def ask_driver(nvml: Any) -> dict[str, Any]:
     """What the process prints. `nvml`: the bindings, or None."""
+    listed = places_of(os.environ).devices
     from rsup.launcher.inventory import begin_nvml, numbered_boards
     from rsup.launcher.nvml_health import NvmlHealth
 
     if not PROC_DRIVER.exists():
         return {"devices": [], "readings": []}
     if nvml is None or not begin_nvml(nvml):
-        return {"problem": "NVML is not to be had here; list this node's devices in /etc/rsup/devices.json"}
+        return {"problem": f"NVML is not to be had here; list this node's devices in {listed}"}
     try:
         boards = numbered_boards(nvml)
     except nvml.NVMLError as error:

@@ -136,9 +136,9 @@ class Round:
         except FileNotFoundError:
             return ""
         except OSError as error:
-            raise NodeProblem(f"cannot read {self.settings.token_file}: {error.strerror}") from None
+            raise NodeProblem(f"cannot read {path}: {error.strerror}") from None
         if problem := token_problem(token, mode, self.node):
-            self.problems.append(f"{self.settings.token_file} {problem}")
+            self.problems.append(f"{path} {problem}")
         return token
 
     def _fetch(self, link: NodeLink) -> str:
@@ -156,8 +156,8 @@ class Round:
             new = self._believed(link, reply, have)
         except NodeProblem as problem:
             return str(problem)
+        self._confirm(new.serial, reply.etag, have)  # first: a job that comes in between finds either of them confirmed
         write_atomically(self.places.snapshot, reply.data)
-        self._confirm(new.serial, reply.etag)
         self.said.append(f"snapshot {new.serial}: {len(new.refused_nodes)} nodes refused")
         return ""
 
@@ -206,10 +206,15 @@ class Round:
             return have, etag
         return None, ""
 
-    def _confirm(self, serial: int, etag: str) -> None:
-        """By the boot clock: the gate measures the snapshot's age with it."""
+    def _confirm(self, serial: int, etag: str, replaced: Snapshot | None = None) -> None:
+        """By the boot clock: the gate measures the snapshot's age with it. `before` has that of the one which is replaced."""
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        confirmed = {"boot_id": self.boot, "boottime_s": now_s, "serial": serial, "etag": etag}
+        before: dict[str, float] = {}
+        with suppress(*UNUSABLE):
+            old = json.loads(read_trusted(self.places.confirmed, 4096))
+            if replaced is not None and (old["boot_id"], old["serial"]) == (self.boot, replaced.serial):
+                before = {str(replaced.serial): float(old["boottime_s"])}
+        confirmed = {"boot_id": self.boot, "boottime_s": now_s, "serial": serial, "etag": etag, "before": before}
         write_atomically(self.places.confirmed, json.dumps(confirmed).encode())
 
     def _deliver(self, link: NodeLink) -> None:

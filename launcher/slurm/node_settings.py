@@ -1,5 +1,8 @@
 """Where a node keeps what the gate needs, and `/etc/rsup/node.toml`. Standard library only: the prolog imports this.
 
+What the prolog loads has no dataclasses and no socket: their imports, and what a dataclass makes of itself, cost it a fifth of
+its time.
+
 | path | what | written by |
 |---|---|---|
 | `/etc/rsup/node.toml` | settings, below | `rsup slurm install`, then the operator |
@@ -15,12 +18,11 @@
 """
 
 import os
-import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT_VARIABLE = "RSUP_NODE_ROOT"
 MODES = ("observe", "enforce")
@@ -36,8 +38,7 @@ UNUSABLE = (NodeProblem, OSError, ValueError, KeyError, TypeError)
 """What reading one of our own files of state raises where it is missing, foreign or damaged: it then counts as not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlaces:
+class NodePlaces(NamedTuple):
     """The paths of a node below `root`."""
 
     root: Path = Path("/")
@@ -89,8 +90,7 @@ class NodePlaces:
         return self.root / path.lstrip("/")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
+class NodeSettings(NamedTuple):
     """`node.toml`. Each has a default: a node without the file observes."""
 
     supervisor: tuple[str, ...] = ()
@@ -117,8 +117,8 @@ class NodeSettings:
     """A job without SLURM_JOB_GPUS has all GPUs of its node: for clusters whose GPUs are no gres."""
     jitter_s: float = 5.0
     """The healthcheck waits a random part of it, since SLURM starts it on all nodes at once."""
-    problem: str = field(default="", metadata={"internal": True})
-    """Why the file could not be used; the defaults stand then."""
+    problem: str = ""
+    """No key of the file: why the file could not be used; the defaults stand then."""
 
 
 def places_of(environ: Mapping[str, str]) -> NodePlaces:
@@ -128,7 +128,7 @@ def places_of(environ: Mapping[str, str]) -> NodePlaces:
 
 def node_name(environ: Mapping[str, str], settings: NodeSettings) -> str:
     """This node as SLURM calls it."""
-    return environ.get("SLURMD_NODENAME") or settings.node or socket.gethostname().partition(".")[0]
+    return environ.get("SLURMD_NODENAME") or settings.node or os.uname().nodename.partition(".")[0]
 
 
 def cluster_name(environ: Mapping[str, str], settings: NodeSettings) -> str:
@@ -154,17 +154,17 @@ def read_settings(path: Path) -> NodeSettings:
     try:
         return settings_of(content)
     except NodeProblem as error:
-        return replace(_way_to_the_supervisor(content), problem=_one_line(f"{path}: {error}"))
+        return _way_to_the_supervisor(content)._replace(problem=_one_line(f"{path}: {error}"))
 
 
 def settings_of(content: Mapping[str, object]) -> NodeSettings:
     """The settings of a decoded file. Raise `NodeProblem` for a key or a value that is none."""
-    known = {one.name: one for one in fields(NodeSettings) if not one.metadata}
+    known = {name: default for name, default in NodeSettings._field_defaults.items() if name != "problem"}
     given: dict[str, object] = {}
     for name, value in content.items():
         if name not in known:
             raise NodeProblem(f"unknown key {name!r}; there are {', '.join(known)}")
-        given[name] = _converted(name, value, known[name].default)
+        given[name] = _converted(name, value, known[name])
     made = NodeSettings(**given)  # type: ignore[arg-type]
     if made.mode not in MODES or made.on_unknown not in ON_UNKNOWN:
         raise NodeProblem(f"mode is one of {', '.join(MODES)}, on_unknown one of {', '.join(ON_UNKNOWN)}")

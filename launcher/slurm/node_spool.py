@@ -10,8 +10,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_FILES = 2000
 """Beyond it new events are lost, and counted: a supervisor that stays away must not fill a node's disk."""
@@ -20,8 +20,7 @@ MAX_DETAIL_CHARS = 1000
 _LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeEvent:
+class NodeEvent(NamedTuple):
     """`kind`: `prolog-refused`, `gate-unknown`, `gate-cap`, `xid`, `ecc`, `remap`, `recovery-action`, `missing`, `unreadable`
     or `job-end`. `time_us`: UTC by this node's clock."""
 
@@ -54,7 +53,7 @@ class NodeSpool:
         if len(self._names()) >= MAX_FILES:
             self._count_lost()
             return False
-        data = json.dumps(asdict(event) | {"detail": event.detail[:MAX_DETAIL_CHARS]}).encode()
+        data = json.dumps(event._asdict() | {"detail": event.detail[:MAX_DETAIL_CHARS]}).encode()
         name = f"{_boot_number():020d}-{time.clock_gettime_ns(time.CLOCK_BOOTTIME):020d}-{os.getpid()}"
         temporary = self._folder / f".{name}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -4,7 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from rsup.supervisor.wire import EXIT_USAGE
+EXIT_USAGE = 2
+"""`wire.EXIT_USAGE`, which would load what the prolog does not need."""
 
 SUBCOMMANDS = {
     "status": ("drains: proposals, the guard, the difference to sinfo", "rsup.supervisor.slurm.slurm_cli"),

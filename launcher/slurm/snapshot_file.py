@@ -15,8 +15,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rsup.launcher.slurm.node_settings import NodeProblem
 
@@ -33,8 +32,7 @@ class NotPublic(NodeProblem):
     """A file that should hold the supervisor's public key holds something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(NamedTuple):
     """What stands against a node or a device."""
 
     verdict: str
@@ -48,8 +46,7 @@ class Listed:
     serial: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A whole, verified snapshot. `devices` by UUID."""
 
     cluster: str

@@ -44,7 +44,7 @@ def upgrade() -> None:
         _job(),
         _key("kind"),
         _key("name"),
-        *_numbers("attempt", "rank", "iteration", "at_us", "consumed_samples"),
+        *_numbers("attempt", "entry", "rank", "iteration", "at_us", "consumed_samples"),
         sa.Column("value", sa.Double(), nullable=True),
         sa.Column("total", sa.Double(), nullable=False),
         *_numbers("num_points"),
@@ -72,6 +72,7 @@ def upgrade() -> None:
         *_numbers("first", "iteration", "num_reports"),
         sa.Column("slowdown", sa.Double(), nullable=False),
         sa.Column("individual", sa.Double(), nullable=False),
+        sa.Column("usual", sa.Double(), nullable=False),
         *_texts("cause", "text", "verdict"),
         *_of_jobs("stragglers", "episode"),
     )

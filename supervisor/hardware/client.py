@@ -65,7 +65,8 @@ class Hardware:
         device_policy: str | Path | None = None,
     ) -> None:
         self._state = places.state_dir_to_read(None if state_dir is None else str(state_dir))
-        self._sources = Sources(self._state, supervisor, note=note)
+        host_first = places.names_no_state_dir(None if state_dir is None else str(state_dir))
+        self._sources = Sources(self._state, supervisor, note=note, host_first=host_first)
         self._policy = None if device_policy is None else str(device_policy)
 
     # --------------------------------------------------------------------------------------------------------- questions

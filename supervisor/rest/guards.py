@@ -104,8 +104,17 @@ def cookie_name(request: Request) -> str:
 _bearer = HTTPBearer(auto_error=False, description="the token in the file `token` of the supervisor's state directory")
 
 
+async def _body_for_munge(request: Request) -> bytes:
+    """What a MUNGE credential was made for too; empty for others, whose body nobody here needs."""
+    is_munge = request.headers.get("authorization", "").partition(" ")[0].lower() == "munge"
+    return await request.body() if is_munge else b""
+
+
 def find_principal(
-    request: Request, context: Context, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request,
+    context: Context,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    body: Annotated[bytes, Depends(_body_for_munge)],
 ) -> Principal:
     """Who asks: by what the `Authorization` header says, else as the peer of the UNIX socket, else by the page's cookie. A
     cookie changes something only from the page itself: other pages of the same host, on other ports, are `same-site` and would
@@ -114,7 +123,7 @@ def find_principal(
     if bearer is not None:
         token = bearer.credentials
     elif scheme.lower() == "munge" and context.identities is not None:
-        return _by_munge(request, context.identities, credential.strip(), context.rest_ports)
+        return _by_munge(request, body, context.identities, credential.strip(), context.rest_ports)
     elif context.identities is not None and request.client is not None and request.client.host == PEER_UID:
         return _known(context.identities.of_uid(request.client.port), f"uid {request.client.port}")
     else:
@@ -134,9 +143,10 @@ def _is_of_nodes(request: Request) -> bool:
     return _OF_NODES.fullmatch(request.url.path) is not None
 
 
-def _by_munge(request: Request, identities: Identities, credential: str, ports: tuple[int, ...]) -> Principal:
+def _by_munge(request: Request, body: bytes, identities: Identities, credential: str, ports: tuple[int, ...]) -> Principal:
     target = request.scope.get("raw_path") or request.url.path.encode()
-    subject = f"{request.method} {target.decode('ascii', 'replace').partition('?')[0]}"
+    path = target.decode("ascii", "replace").partition("?")[0]
+    subject = munge.rest_subject(request.method, path, request.scope.get("query_string", b""), body)
     try:
         found = identities.of_munge(credential, munge.REST_PURPOSE, subject, ports)
     except MungeError as error:

@@ -12,7 +12,7 @@ from rsup.supervisor.rest.problems import documented
 from rsup.supervisor.straggler_views import straggler_fields
 from rsup.supervisor.tables import jobs
 from rsup.supervisor.training_views import machine_state
-from rsup.supervisor.wire import MAX_METRIC_NAME_BYTES, MAX_METRICS_A_KIND
+from rsup.supervisor.wire import MAX_METRIC_NAME_BYTES, MAX_METRICS_A_KIND, METRIC_KINDS
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], responses=documented(401, 403, 404, 409, 422, 503))
 
@@ -29,11 +29,12 @@ class SwitchBody(ChangeBody):
 def job_metrics(
     asked: Asked,
     name: Annotated[list[MetricName] | None, Query(max_length=MAX_METRICS_A_KIND, description="only these series")] = None,
-    kind: Annotated[str, Query(max_length=32, description="only of this kind: training, validation, timers, ...")] = "",
+    kind: Annotated[str, Query(pattern=f"^({'|'.join(METRIC_KINDS)})?$", description="only of this kind")] = "",
     points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="at most so many of each series")] = 400,
 ) -> Json:
-    """Curves by name: `points` of iteration, time (UTC microseconds), value, lowest, highest, of neighbours put together; null
-    where it was not finite. And the `latest` values of all series by kind and name."""
+    """Curves by name: `points` of iteration, time (UTC microseconds), value, lowest, highest (null where nothing was finite),
+    first iteration, how many were not finite: each is a stretch of iterations, `value` the mean of it. `newest`: the newest
+    value. `holes`: iterations that nobody told. And the `latest` values of all series by kind and name."""
     with asked.readable("its metrics") as (connection, found):
         series = series_of(connection, found.id, name, kind or None, points)
         return {"series": series, "latest": latest_of(connection, found.id)}

@@ -6,11 +6,14 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rsup.supervisor.connection_room import Room
 from rsup.supervisor.peer_identity import peer_uid
 from rsup.supervisor.rest.context import LOOPBACK_HOSTS, PEER_UID
 from rsup.supervisor.wire import RsupError
@@ -22,8 +25,17 @@ class ListenError(RsupError):
     """The address cannot be listened at."""
 
 
+_NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
+
+
 class PeerProtocol(H11Protocol):
-    """HTTP whose ASGI scope names, as the client of a UNIX socket, `PEER_UID` and the peer's uid."""
+    """HTTP whose ASGI scope names, as the client of a UNIX socket, `PEER_UID` and the peer's uid. Connections have `room`,
+    those of the UNIX socket `local_room`: what strangers do at the port costs this host's users nothing."""
+
+    def __init__(self, *args: Any, room: Room, local_room: Room, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._room, self._local_room = room, local_room
+        self._has_room = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -32,6 +44,40 @@ class PeerProtocol(H11Protocol):
         uid = peer_uid(connected) if connected is not None else None
         if uid is not None:
             self.client = (PEER_UID, uid)
+            self._room = self._local_room
+        self._has_room = self._room.enter(self)
+        if not self._has_room:
+            transport.write(_NO_ROOM)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._has_room = False
+        self._room.leave(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Something of a request has come."""
+        super().handle_events()
+        self._tell_room()
+
+    def on_response_complete(self) -> None:
+        """An answer has been sent."""
+        super().on_response_complete()
+        self._tell_room()
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        self._has_room = False
+        self.transport.abort()
+
+    def _tell_room(self) -> None:
+        if not self._has_room:
+            return
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            self._room.waits(self)
+        else:
+            self._room.is_answered(self)
 
 
 class RestServer:
@@ -54,14 +100,13 @@ class RestServer:
         """Serve `app`. `on_failure` is called on the server's thread should it end with an error."""
         config = uvicorn.Config(
             app,
-            http=PeerProtocol,
+            http=partial(PeerProtocol, room=Room(), local_room=Room()),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,  # it would hold the tokens of `/?token=`
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=512,
             h11_max_incomplete_event_size=32 * 1024,
             timeout_graceful_shutdown=2,
         )

@@ -308,6 +308,10 @@ class DrainKeeper:
             self.no_snapshot = ""
             self._said.over("key", "gates get their snapshot again")
         content = content_of(self._lookout.cluster, grounds, plan)
+        if self._lookout.cluster:
+            self._said.over("cluster", "gates are told the cluster's name again")
+        elif self._settings.expects_slurm:
+            self._said.say("cluster", "gates believe no snapshot that names no cluster: start rsup serve with --cluster NAME")
         if is_due(self.snapshot, content, now_us):
             self.snapshot = self._publisher.publish(content, now_us)
 

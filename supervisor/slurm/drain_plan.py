@@ -29,6 +29,8 @@ class Plan(Struct, frozen=True):
     admission: Admission = Admission()
     refused: dict[str, int] = {}
     """Nodes that gates refuse, and the number of each refusal."""
+    kept_off: frozenset[str] = frozenset()
+    """Those of them on which SLURM starts no job anyway: drained, by whomever, or reserved by us."""
     left_alone: dict[str, str] = {}
     """Nodes that would be refused, but that somebody has let run knowingly: who."""
     waiting: dict[str, str] = {}
@@ -82,6 +84,7 @@ def decide(
         proposals=batched([s for s in steps if settings.mode == "propose" and not s.by_word and s.kind != "renew"]),
         admission=admission,
         refused=refused,
+        kept_off=frozenset(node for node in refused if _is_kept_off(at, node)),
         left_alone=left_alone,
         waiting=waiting,
         unknown=unknown,
@@ -153,6 +156,11 @@ def _admit(
     order = sorted(wanted, key=lambda node: (min((g.since_us for g in against.get(node, ())), default=0), node))
     fleet = fleet_of(at.view.nodes, {node for node, log in at.logs.items() if log.number}, known_nodes)
     return admit(order, fleet, admitted_us, guard, at.now_us)
+
+
+def _is_kept_off(at: Decision, node: str) -> bool:
+    log, seen = at.log(node), at.seen(node)
+    return bool(log.drained) or log.reserved or log.taken_over or (seen is not None and seen.is_drained)
 
 
 def _newest(grounds: Iterable[Ground]) -> int:

@@ -12,7 +12,7 @@ from rsup.supervisor.slurm.drain_plan import Plan
 from rsup.supervisor.slurm.drain_terms import Step, View
 from rsup.supervisor.slurm.gate_watch import GateWatch, gate_metrics
 from rsup.supervisor.slurm.node_log import NodeLog
-from rsup.supervisor.slurm.snapshot import Snapshot
+from rsup.supervisor.slurm.snapshot import Snapshot, told_refused
 from rsup.supervisor.slurm.step_taker import Failing
 from rsup.supervisor.view_times import iso
 from rsup.supervisor.wire import now_us
@@ -70,6 +70,7 @@ def status_of(
     """Everything in one screen. `failing`: steps that SLURM does not do; `no_snapshot`: why gates get none; `is_expected`:
     somebody wants SLURM to answer."""
     admission = plan.admission
+    told = None if snapshot is None else told_refused(snapshot.content)
     nodes = view.nodes or {}
     ours = {name: seen for name, seen in nodes.items() if seen.is_drained and seen.is_ours}
     theirs = {name: seen for name, seen in nodes.items() if seen.is_drained and not seen.is_ours}
@@ -100,7 +101,13 @@ def status_of(
         ],
         "proposals": [_step(step) for step in plan.proposals],
         "refused": [
-            {"node": name, "id": f"Q-{number}", "since": iso(logs[name].admitted_us), "drained": bool(logs[name].drained)}
+            {
+                "node": name,
+                "id": f"Q-{number}",
+                "since": iso(logs[name].admitted_us),
+                "drained": bool(logs[name].drained),
+                "gates_refuse": told is not None and name in told,
+            }
             for name, number in sorted(plan.refused.items())
             if name in logs
         ],

@@ -34,8 +34,13 @@ class Ground(Struct, frozen=True):
     @property
     def text(self) -> str:
         """For a reason."""
-        what = "" if self.kind == "node" else f"{self.subject[:12]} "
+        what = "" if self.kind == "node" else f"{_short(self.subject)} "
         return f"{what}{self.state.replace('_', ' ')}: {self.reason}"
+
+
+def _short(uuid: str) -> str:
+    """A name that is cut says so: one that is short loses nothing."""
+    return uuid if len(uuid) <= 16 else f"{uuid[:12]}..."
 
 
 class PlanSettings(Struct, frozen=True):

@@ -13,7 +13,7 @@ from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.hardware.states import one_line
 from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_terms import View
-from rsup.supervisor.slurm.guard import admit, fleet_of
+from rsup.supervisor.slurm.guard import Fleet, admit, fleet_of, most_believed
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog
 from rsup.supervisor.slurm.scheduler_text import NodeSeen, is_same_reason
 
@@ -81,7 +81,8 @@ def _drain(
             return Answer(f"node {name} is drained already: {logs[name].wanted}; nothing was done")
     admitted = {name for name, log in logs.items() if log.number}
     new = [name for name in word.nodes if name not in admitted]
-    admission = admit(new, fleet_of(nodes, admitted), admitted_us, guard, now_us)
+    fleet = fleet_of(nodes, admitted)
+    admission = admit(new, fleet, admitted_us, guard, now_us)
     if admission.held and not word.beyond_guard:
         held = next(iter(admission.held))
         what = f"{_named(list(admission.held))}: {admission.held[held]}"
@@ -90,7 +91,17 @@ def _drain(
     notes = [DrainNoted(name, now_us, "wanted", 0, said, word.principal) for name in word.nodes]
     for number, name in enumerate(new, next_number):
         notes.append(DrainNoted(name, now_us, "admitted", number, said, word.principal))
-    return Answer("", f"{_named(word.nodes)}: drained", notes)
+    return Answer("", f"{_named(word.nodes)}: drained{_too_many(fleet, len(new))}", notes)
+
+
+def _too_many(fleet: Fleet, num_new: int) -> str:
+    most = most_believed(fleet.num_shown)
+    if len(fleet.refused) + num_new <= most:
+        return ""
+    return (
+        f"; that is more than half of {fleet.num_shown} nodes, which no gate believes: gates refuse {most} of them, and on the "
+        "others jobs are kept off by SLURM alone"
+    )
 
 
 def _undrain(word: Word, nodes: Mapping[str, NodeSeen], logs: Mapping[str, NodeLog], now_us: int) -> Answer:

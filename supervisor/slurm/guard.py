@@ -20,6 +20,10 @@ MAX_RACK_NODES = 72
 """A larger group of nodes is no rack, whatever the names say."""
 
 
+LEAST_BELIEVED = 2
+"""So many refused nodes a gate of the smallest cluster believes (`launcher.slurm.gate_decision`)."""
+
+
 class Fleet(Struct, frozen=True):
     """The nodes that the guard reckons with."""
 
@@ -73,6 +77,11 @@ def fleet_of(nodes: Mapping[str, NodeSeen] | None, admitted: Collection[str], kn
     with_gpus = sum(1 for name in eligible if nodes[name].has_gpus)
     all_with_gpus = sum(1 for seen in nodes.values() if seen.has_gpus)
     return Fleet(eligible, refused, frozenset(admitted) - refused, with_gpus or len(eligible), all_with_gpus or len(nodes))
+
+
+def most_believed(num_nodes: int) -> int:
+    """So many refused nodes gates believe of a cluster of that many, whoever says so."""
+    return max(LEAST_BELIEVED, num_nodes // 2)
 
 
 def _counts(seen: NodeSeen) -> bool:

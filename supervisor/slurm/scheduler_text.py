@@ -113,8 +113,8 @@ def read_reservations(text: str) -> set[str]:
 
 
 def read_setting(text: str, name: str) -> str:
-    """One line of `scontrol show config`, empty where it shows none."""
-    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE)
+    """One line of `scontrol show config`, or of slurm.conf; empty where it shows none."""
+    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
     return found.group(1) if found else ""
 
 

@@ -75,7 +75,8 @@ def _add_usual(parser: argparse.ArgumentParser) -> None:
 
 
 def _supervisor(arguments: argparse.Namespace) -> RestSource:
-    sources = Sources(places.state_dir_to_read(arguments.state_dir), arguments.supervisor, note=lambda text: None)
+    state, host_first = places.state_dir_to_read(arguments.state_dir), places.names_no_state_dir(arguments.state_dir)
+    sources = Sources(state, arguments.supervisor, note=lambda text: None, host_first=host_first)
     try:
         return sources.supervisor()
     except NoAnswer as error:
@@ -102,6 +103,7 @@ def status_text(status: Json) -> str:
     failing = {one["node"] for one in status["failing"]}
     for one in status["refused"]:
         how = "" if one["node"] not in failing else ", SLURM does not do what is due (above)"
+        how += "" if one.get("gates_refuse", True) or not status["snapshot"] else f", but not by gates: {_not_told(one, guard)}"
         lines.append(f"  refused {one['node']} {one['id']} since {one['since']}{', drained' if one['drained'] else ''}{how}")
     lines += [f"  drained by us {one['node']}: {one['reason']}" for one in drained["ours"]]
     gates: Json = status.get("gates") or {}
@@ -121,9 +123,16 @@ def status_text(status: Json) -> str:
     lines += gate_lines(gates)
     if status["no_snapshot"]:
         lines.append(f"snapshot: NONE for gates: {status['no_snapshot']}")
+    elif status["snapshot"] and not status["cluster"]:
+        lines.append("snapshot: names no cluster, so gates believe none of it: start rsup serve with --cluster NAME")
     elif status["snapshot"]:
         lines.append(f"snapshot: serial {status['snapshot']['serial']}, made {status['snapshot']['made']}")
     return "\n".join(clean_line(line) for line in lines)  # reasons are other people's text
+
+
+def _not_told(one: Json, guard: Json) -> str:
+    where = "it is out of service, and " if one["node"] in guard["out_of_service"] else ""
+    return f"{where}they would not believe that more than half of the nodes is bad, and are told avoid"
 
 
 def _failing(failing: Sequence[Json]) -> list[str]:

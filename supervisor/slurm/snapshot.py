@@ -14,7 +14,7 @@ from msgspec import Struct
 from rsup.supervisor.hardware.states import one_line
 from rsup.supervisor.slurm.drain_plan import Plan
 from rsup.supervisor.slurm.drain_terms import Ground
-from rsup.supervisor.slurm.guard import Admission
+from rsup.supervisor.slurm.guard import Admission, most_believed
 from rsup.supervisor.slurm.signing import SigningKey
 from rsup.supervisor.view_times import iso
 
@@ -22,8 +22,6 @@ SCHEMA = 1
 REFRESH_US = 600_000_000
 """A snapshot is made anew so often though nothing has changed, so that nodes see its age."""
 STORED = "gate-snapshot"
-LEAST_BELIEVED = 2
-"""So many refused nodes a gate of the smallest cluster believes (`launcher.slurm.gate_decision`)."""
 
 Json = dict[str, Any]
 
@@ -75,11 +73,15 @@ def content_of(cluster: str, grounds: Iterable[Ground], plan: Plan) -> Json:
 
 def _told_refused(plan: Plan) -> tuple[Mapping[str, int], Collection[str]]:
     """Nodes that gates are to refuse, with their numbers, and those of them that are out of service anyway. No gate believes
-    that half of a cluster is bad: where there would be so many, the latter are left out."""
+    that more than half of a cluster is bad, and one that is told so believes nothing. Where there would be so many, the latter
+    are left out, then as many as it takes: first those that SLURM keeps jobs off anyway, then the newest."""
     away = plan.admission.away & plan.refused.keys()
-    if len(plan.refused) <= max(LEAST_BELIEVED, _num_nodes(plan.admission, len(away)) // 2):
+    if len(plan.refused) <= most_believed(_num_nodes(plan.admission, len(away))):
         return plan.refused, away
-    return {node: number for node, number in plan.refused.items() if node not in away}, frozenset()
+    here = {node: number for node, number in plan.refused.items() if node not in away}
+    num_over = len(here) - most_believed(_num_nodes(plan.admission, 0))
+    left_out = sorted(here, key=lambda node: (node not in plan.kept_off, -here[node]))[: max(0, num_over)]
+    return {node: number for node, number in here.items() if node not in left_out}, frozenset()
 
 
 def _num_nodes(admission: Admission, num_away: int) -> int:
@@ -91,6 +93,12 @@ def _num_nodes(admission: Admission, num_away: int) -> int:
 def _entry(refuses: bool, state: str, name: str, reason: str, until_us: int | None) -> Json:
     verdict = "refuse" if refuses else "avoid"
     return {"verdict": verdict, "state": state, "id": name, "reason": one_line(reason), "until": iso(until_us)}
+
+
+def told_refused(content: Mapping[str, Any]) -> set[str]:
+    """Nodes of which that snapshot refuses something."""
+    nodes = {name for name, entry in content["nodes"].items() if entry["verdict"] == "refuse"}
+    return nodes | {entry["node"] for entry in content["devices"].values() if entry["verdict"] == "refuse"}
 
 
 def verdict_of(content: Mapping[str, Any], node: str, uuids: Iterable[str] = ()) -> Json:

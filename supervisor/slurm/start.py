@@ -13,6 +13,7 @@ from rsup.supervisor.slurm.drain_keeper import DrainKeeper, KeeperSettings
 from rsup.supervisor.slurm.drain_terms import PlanSettings
 from rsup.supervisor.slurm.lookout import ClusterFile
 from rsup.supervisor.slurm.scheduler import Scontrol
+from rsup.supervisor.slurm.scheduler_text import read_setting
 from rsup.supervisor.slurm.signing import load_key
 from rsup.supervisor.slurm.snapshot import Publisher
 
@@ -34,6 +35,8 @@ def start_keeper(
     plan = PlanSettings(settings.drains, settings.quarantine_by, settings.bad_gpu, settings.avoid_suspects)
     every_s = EVERY_S if settings.drain_interval is None else settings.drain_interval
     cluster = settings.cluster or os.environ.get("SLURM_CLUSTER_NAME", "")
+    if not cluster and settings.drains == "off":  # SLURM is not asked then, and gates believe no snapshot without a name
+        cluster = name_in_conf(Path(os.environ.get("SLURM_CONF") or SLURM_CONF))
     own = KeeperSettings(cluster, plan, every_s, expects_slurm(settings, os.environ))
     state = settings.state_path
     publisher = lambda: Publisher(load_key(state, settings.signing_key_file), state)  # noqa: E731
@@ -41,6 +44,14 @@ def start_keeper(
     keeper = DrainKeeper(reader_engine(target), scontrol, publisher, keep, guard, own, doubt, remembered)
     keeper.start()
     return keeper
+
+
+def name_in_conf(conf: Path) -> str:
+    """The cluster's name in a slurm.conf, as SLURM tells it; empty where there is none to read."""
+    try:
+        return read_setting(conf.read_text(errors="replace"), "ClusterName").lower()
+    except OSError:
+        return ""
 
 
 def expects_slurm(settings: Settings, environ: Mapping[str, str], conf: Path = SLURM_CONF) -> bool:

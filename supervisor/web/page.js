@@ -241,8 +241,8 @@ function drawFacts({ job, goodput, work, counts }) {
   ])));
 }
 
-function atRisk(job, { at_risk: risk }) {
-  const note = risk && risk.about_s ? `≈ ${duration(risk.about_s)}` : "";
+function atRisk(job, { at_risk: risk, durable }) {
+  const note = risk && risk.about_s ? `≈ ${duration(risk.about_s)}` : risk && !durable && !risk.since_iteration ? "none is saved" : "";
   return [job.ended ? "iterations not saved" : "iterations at risk", risk ? risk.iterations : "–", note];
 }
 
@@ -260,7 +260,8 @@ function drawWork({ work, in_process: again, left }) {
   if (again.under_way) lines.push([`an in-process restart is under way since ${clock(again.under_way.since)}: ${again.under_way.why}`, "warn"]);
   if (left) {
     const saved = left.durable ? "after a durable save" : "without a durable save";
-    lines.push([`the ranks left on purpose after iteration ${left.iteration}, ${saved}: ${left.reason || left.kind}`, left.durable ? "" : "warn"]);
+    const how = left.kind === "finished" ? "training is finished" : `the ranks left on purpose after iteration ${left.iteration}`;
+    lines.push([`${how}, ${saved}: ${left.reason || left.kind}`, left.durable ? "" : "warn"]);
   }
   byId("work").replaceChildren(...lines.map(([text, cls]) => element("li", { text, cls })));
 }
@@ -340,35 +341,43 @@ function drawCurves(curves) {
   byId("curves").replaceChildren(...drawn.map(curveCard));
 }
 
-// Points: iteration, time, value, lowest, highest. The band shows what lies in points that stand for several iterations.
-function curveCard({ name, points, num_non_finite: bad }) {
+// Points: iteration, time, value, lowest, highest, first iteration, how many were not finite. A value is the mean of its
+// stretch and stands at the middle of it; the band shows what lies in points that stand for several iterations. An older
+// supervisor does not say where a stretch begins.
+const firstOf = (point) => point[5] ?? point[0];
+const middleOf = (point) => (firstOf(point) + point[0]) / 2;
+const isOdd = (point) => point[2] === null || (point[6] ?? 0) > 0;
+
+function curveCard({ name, points, num_non_finite: bad, newest, holes = [] }) {
   const known = points.filter((one) => one[2] !== null);
   const low = Math.min(...known.map((one) => one[3]));
   const high = Math.max(...known.map((one) => one[4]));
-  const newest = points[points.length - 1];
-  const head = element("p", {}, [element("b", { text: name }), element("span", { text: number(newest[2]) + (newest[2] === null ? "" : UNITS[name] || "") })]);
+  const last = points[points.length - 1];
+  const value = newest ? newest.value : last[2];
+  const head = element("p", {}, [element("b", { text: name }), element("span", { text: number(value) + (value === null ? "" : UNITS[name] || "") })]);
   const foot = element("p", { cls: "meta" }, [
-    element("span", { text: `iteration ${points[0][0]}` }),
+    element("span", { text: `iteration ${firstOf(points[0])}` }),
     element("span", { text: bad ? `${bad} not finite` : "", cls: bad ? "bad" : "" }),
-    element("span", { text: points.length > 1 ? String(newest[0]) : "" }),
+    element("span", { text: last[0] > firstOf(points[0]) ? String(last[0]) : "" }),
   ]);
   const card = element("figure", { cls: "curve" }, [head]);
   if (known.length) {
     const range = element("p", { cls: "meta range" }, [element("span", { text: `${number(low)} to ${number(high)}` })]);
-    card.append(range, curve(points, low, high));
+    card.append(range, curve(points, holes, low, high));
   }
   card.append(foot);
   return card;
 }
 
-function curve(points, low, high) {
-  const first = points[0][0];
+function curve(points, holes, low, high) {
+  const first = firstOf(points[0]);
   const span = Math.max(1, points[points.length - 1][0] - first);
-  const x = (one) => points.length > 1 ? (one[0] - first) * CURVE_WIDTH / span : CURVE_WIDTH / 2;
+  const across = (iteration) => points[points.length - 1][0] > first ? (iteration - first) * CURVE_WIDTH / span : CURVE_WIDTH / 2;
+  const x = (one) => across(middleOf(one));
   const y = (value) => high > low ? CURVE_HEIGHT - 3 - (value - low) * (CURVE_HEIGHT - 6) / (high - low) : CURVE_HEIGHT / 2;
   const at = (one, value) => `${x(one).toFixed(1)},${y(value).toFixed(1)}`;
   const picture = vector("svg", { viewBox: `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-  for (const run of runsOf(points)) {
+  for (const run of runsOf(points, holes)) {
     if (run.some((one) => one[3] < one[4])) {
       const outline = [...run.map((one) => at(one, one[4])), ...[...run].reverse().map((one) => at(one, one[3]))];
       picture.append(vector("polygon", { class: "band", points: outline.join(" ") }));
@@ -376,28 +385,45 @@ function curve(points, low, high) {
     const alone = run.length === 1 ? [run[0], run[0]] : run;
     picture.append(vector("polyline", { class: alone === run ? "line" : "line dot", points: alone.map((one) => at(one, one[2])).join(" ") }));
   }
-  for (const gap of points.filter((one) => one[2] === null)) {
-    picture.append(vector("line", { class: "gap", x1: x(gap), x2: x(gap), y1: 0, y2: CURVE_HEIGHT }));
+  for (const gap of oddStretches(points)) {
+    picture.append(vector("path", { class: "gap", d: `M${across(gap[0]).toFixed(1)} 0V${CURVE_HEIGHT}H${across(gap[1]).toFixed(1)}V0Z` }));
   }
   const title = vector("title", {});
   picture.append(title);
   picture.addEventListener("mousemove", (event) => {
     const box = picture.getBoundingClientRect();
     const wanted = first + (event.clientX - box.left) * span / Math.max(1, box.width);
-    const near = points.reduce((best, one) => Math.abs(one[0] - wanted) < Math.abs(best[0] - wanted) ? one : best);
-    title.textContent = `iteration ${near[0]}, ${clock(new Date(near[1] / 1000).toISOString())}: ${number(near[2])}`;
+    const near = points.reduce((best, one) => Math.abs(middleOf(one) - wanted) < Math.abs(middleOf(best) - wanted) ? one : best);
+    const which = firstOf(near) < near[0] ? `iterations ${firstOf(near)} to ${near[0]}` : `iteration ${near[0]}`;
+    title.textContent = `${which}, ${clock(new Date(near[1] / 1000).toISOString())}: ${number(near[2])}`;
   });
   return picture;
 }
 
-// The curve is cut where nothing was finite.
-function runsOf(points) {
+// The curve is cut where something was not finite, and in holes, of which nobody told anything. A point that stands for some
+// finite and some other values is alone.
+function runsOf(points, holes) {
   const runs = [[]];
   for (const one of points) {
-    if (one[2] === null) runs.push([]);
-    else runs[runs.length - 1].push(one);
+    const run = runs[runs.length - 1];
+    const before = run[run.length - 1];
+    const isOver = before && holes.some(([from, to]) => before[0] < from && to < firstOf(one));
+    if (isOver || isOdd(one)) runs.push([]);
+    if (one[2] !== null) runs[runs.length - 1].push(one);
+    if (isOdd(one)) runs.push([]);
   }
   return runs.filter((run) => run.length);
+}
+
+// First and last iteration of what was not finite; neighbours as one.
+function oddStretches(points) {
+  const found = [];
+  points.forEach((one, at) => {
+    if (!isOdd(one)) return;
+    if (at && isOdd(points[at - 1])) found[found.length - 1][1] = one[0];
+    else found.push([firstOf(one), one[0]]);
+  });
+  return found;
 }
 
 function bar(cls, from, to, span, title) {

@@ -219,7 +219,7 @@ def log_rows(world: World) -> list[Row]:
     for _ in range(4):
         for _ in range(500):
             iteration += 1
-            is_point = log.is_due(iteration)
+            is_point = log.waits_at(iteration)
             with contextlib.nullcontext() if is_point else no_waits_light(world.device):
                 began_ns = time.perf_counter_ns()
                 log.step(StepNumbers(iteration, iteration * 8, {"lm loss": loss}, 1e-4, 8, grad_norm=norm))

@@ -197,11 +197,12 @@ def main() -> None:
     key = places.link_key(places.read_key_file(Path(key_file)))
     fleet = Fleet(address, key, int(num_agents), int(nodes_per_job), int(seed))
     began_s = time.monotonic()
-    ready_s = -1.0
+    ready_s, ready_at_s = -1.0, 0.0
     while ready_s < 0 and time.monotonic() - began_s < WARM_UP_S + 120:
         fleet.turn()
         if all(agent.attempt for agent in fleet.agents):
-            ready_s = time.monotonic() - began_s
+            ready_at_s = time.monotonic()
+            ready_s = ready_at_s - began_s
     until_s = time.monotonic() + float(seconds)
     silent_at_s, silent_us, silent_node = until_s - float(seconds) / 2, 0, ""
     next_fault_s = time.monotonic() + 2
@@ -217,6 +218,7 @@ def main() -> None:
         fleet.turn()
     answer = {
         "ready_s": ready_s,
+        "ready_at_s": ready_at_s,
         "detections_s": fleet.detections_s,
         "exits_told": sum(agent.exits_told for agent in fleet.agents),
         "facts_told": sum(len(agent.facts) for agent in fleet.agents),

@@ -367,6 +367,17 @@ def test_what_an_operator_says_is_done_for_all_nodes_or_none() -> None:
     assert say("drain", "n1", "n2") == "n1:wanted n2:wanted n1:admitted n2:admitted"
     assert "the guard holds back n2: 2 of at most 2" in say("drain", "n0", "n1", "n2")
     assert say("drain", "n0", "n1", "n2", beyond_guard=True).count("wanted") == 3
+    plan = decide(
+        [], View(nodes), {n: NodeLog(number=1, wanted="x") for n in ("n1", "n4")}, [], 2, PlanSettings(), GUARD, [], NOW
+    )
+    assert set(plan.refused) == {"n1", "n4"} and plan.kept_off == {"n4"}, "whoever has drained it"
+    assert replace(ground("n1"), subject="GPU-11aa-0000").text.startswith("GPU-11aa-0000 quarantined"), "nothing is cut off"
+    assert replace(ground("n1"), subject="GPU-3f2a19bc-1111-2222").text.startswith("GPU-3f2a19bc... quarantined")
+    many = Word(verb="drain", nodes=("n0", "n1", "n2"), reason="fan", principal="bob", beyond_guard=True)
+    warned = answer(many, View(nodes), {}, [], 1, GUARD, "act", "", NOW).message
+    assert "more than half of 5 nodes, which no gate believes: gates refuse 2 of them" in warned
+    few = Word(verb="drain", nodes=("n1", "n2"), reason="fan", principal="bob", beyond_guard=True)
+    assert answer(few, View(nodes), {}, [], 1, GUARD, "act", "", NOW).message == "n[1-2]: drained"
     assert "node n4 is drained by root: ann: dimm" in say("drain", "n1", "n4")
     assert "not ours to end" in say("undrain", "n4") and "not drained by rsup" in say("undrain", "n1")
     assert "knows no node n9" in say("drain", "n1", "n9") and "drains are off" in say("drain", "n1", mode="off")

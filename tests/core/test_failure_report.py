@@ -51,6 +51,7 @@ def test_the_first_mover_is_named_and_not_its_victims() -> None:
     gloo = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3"
     assert f"  victims, of a lost peer: rank 0, 0 ms later: {gloo}" in lines
     assert lines[-2].startswith("more: rsup report t1")
+    assert failure_report("t1", exits, reason="rank 3 failed", says_where=False).splitlines() == [*lines[:-2], lines[-1]]
 
 
 def test_another_failure_without_a_text_ends_the_line_after_its_code() -> None:

@@ -1,13 +1,15 @@
 """The gate's answer as a pure function: who is refused, and what is not known well enough for that."""
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
 
 import pytest
 
+from rsup.launcher.slurm import gate_decision
 from rsup.launcher.slurm.gate_decision import ACCEPT, REFUSED, UNDECIDED, IndexMap, Limits, Question, decide
 from rsup.launcher.slurm.node_inventory import merged, missing, sure_boards
 from rsup.launcher.slurm.snapshot_file import AVOID, REFUSE, Listed, Snapshot
+from rsup.supervisor.slurm import scheduler_text
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
 LIMITS = Limits(age_s=60, max_age_s=3600, max_restarts=3)
@@ -15,6 +17,13 @@ BAD = Listed(REFUSE, "Q-17", "SDC vote 3/3 jobs", "quarantined", node="n17", ser
 EMPTY = Snapshot("c", 7, 0, 40, 2, False, {}, {})
 BOARDS = IndexMap({str(index): (f"GPU-{index}",) for index in range(4)})
 ASKED = Question("n17", "c", ("2", "3"), job="9")
+
+
+Record = TypeVar("Record", Question, Listed, Snapshot, Limits)
+
+
+def replace(one: Record, **changes: Any) -> Record:
+    return one._replace(**changes)
 
 
 def against(**devices: Listed) -> Snapshot:
@@ -48,14 +57,21 @@ def against(**devices: Listed) -> Snapshot:
         (replace(ASKED, indexes=()), replace(EMPTY, nodes={"n17": BAD}), BOARDS, LIMITS, REFUSED, "node"),
         (ASKED, replace(EMPTY, nodes={"n1": BAD}), BOARDS, LIMITS, ACCEPT, "clear"),
         (ASKED, replace(EMPTY, nodes={"n17": replace(BAD, verdict=AVOID)}), BOARDS, LIMITS, ACCEPT, "suspect"),
-        # A verdict that has ended; an end that cannot be read leaves it standing.
+        # A verdict that has ended; where its end cannot be read nobody knows, but another may still stand.
         (ASKED, against(GPU_3=replace(BAD, until="2026-11-30T11:59:59Z")), BOARDS, LIMITS, ACCEPT, "clear"),
         (ASKED, against(GPU_3=replace(BAD, until="2026-11-30T12:00:01Z")), BOARDS, LIMITS, REFUSED, "device"),
-        (ASKED, against(GPU_3=replace(BAD, until="whenever")), BOARDS, LIMITS, REFUSED, "device"),
+        (ASKED, against(GPU_3=replace(BAD, until="whenever")), BOARDS, LIMITS, UNDECIDED, "end"),
+        (ASKED, against(GPU_3=BAD, GPU_2=replace(BAD, until="whenever")), BOARDS, LIMITS, REFUSED, "device"),
+        (ASKED, against(GPU_0=replace(BAD, until="whenever")), BOARDS, LIMITS, ACCEPT, "clear"),
+        (ASKED, replace(EMPTY, nodes={"n17": replace(BAD, until="whenever")}), BOARDS, LIMITS, UNDECIDED, "end"),
+        (ASKED, replace(against(GPU_3=BAD), nodes={"n17": replace(BAD, until="?")}), BOARDS, LIMITS, REFUSED, "device"),
+        (replace(ASKED, indexes=(), has_all=True), against(GPU_3=replace(BAD, until="?")), BOARDS, LIMITS, UNDECIDED, "end"),
         # Doubts about the snapshot.
         (replace(ASKED, cluster="d"), against(GPU_3=BAD), BOARDS, LIMITS, UNDECIDED, "other cluster"),
         (replace(ASKED, cluster=""), against(GPU_3=BAD), BOARDS, LIMITS, REFUSED, "device"),
+        (ASKED, replace(against(GPU_3=BAD), cluster=""), BOARDS, LIMITS, UNDECIDED, "other cluster"),
         (ASKED, against(GPU_3=BAD), BOARDS, replace(LIMITS, age_s=3601), UNDECIDED, "old"),
+        (ASKED, against(GPU_3=BAD), BOARDS, replace(LIMITS, age_s=None), UNDECIDED, "old"),
         (ASKED, replace(against(GPU_3=BAD), max_refused=0), BOARDS, LIMITS, UNDECIDED, "too many"),
         (ASKED, replace(against(GPU_3=BAD), guard_open=True), BOARDS, LIMITS, REFUSED, "device"),
         # One job is sent away three times, not for ever.
@@ -77,6 +93,12 @@ def test_half_of_a_cluster_is_never_believed(num_nodes: int, max_refused: int, m
         snapshot = replace(EMPTY, num_nodes=num_nodes, max_refused=max_refused, nodes=nodes)
         expected = UNDECIDED if num > most else REFUSED if num else ACCEPT
         assert decide(ASKED, snapshot, BOARDS, LIMITS, NOW).verdict == expected, num
+
+
+def test_the_jobs_of_the_quarantines_reservation_are_let_in() -> None:
+    assert gate_decision.RESERVATION == scheduler_text.RESERVATION
+    assert replace(ASKED, reservation="rsup_q_n17").is_test
+    assert not any(replace(ASKED, reservation=name).is_test for name in ("", "rsup_q_n1", "rsup_q_n177", "n17"))
 
 
 def test_eight_bad_gpus_of_one_node_are_one_node() -> None:

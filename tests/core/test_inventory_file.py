@@ -76,6 +76,7 @@ def test_health_and_further_words_of_a_site(tmp_path: Path) -> None:
             [{"uuid": "GPU-a"}, {"uuid": "GPU-b", "health": {"xidd": [79]}}],
             "record 1: health: unknown key 'xidd'; there are xid,",
         ),
+        ([{"uuid": "GPU-a", "index": 0}], "unknown key 'index'; the place in the list is the index; there are uuid,"),
         ({"devices": THREE, "device": []}, "unknown key 'device'; there are devices"),
     ],
 )
@@ -85,6 +86,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, content: Any
         read_inventory_file(path, "n")
     text = str(refused.value)
     assert says in text and text.startswith(f"--device-inventory {path}: ") and text.isprintable()
+    with pytest.raises(UsageError) as caught:
+        read_inventory_file(path, "n1", named_by="")
+    assert str(caught.value) == text.removeprefix("--device-inventory "), "in its usual place nobody has named it"
 
 
 def test_a_file_that_is_not_there_or_is_none(tmp_path: Path) -> None:

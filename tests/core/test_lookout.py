@@ -12,7 +12,7 @@ from rsup.supervisor.slurm.drain_terms import Step
 from rsup.supervisor.slurm.lookout import ClusterFile, Lookout
 from rsup.supervisor.slurm.said_once import SaidOnce
 from rsup.supervisor.slurm.scheduler import Scontrol
-from rsup.supervisor.slurm.start import expects_slurm
+from rsup.supervisor.slurm.start import expects_slurm, name_in_conf
 from rsup.supervisor.slurm.step_taker import StepTaker
 
 
@@ -50,6 +50,14 @@ def test_one_that_has_answered_is_missed(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "scontrol").unlink()
     lookout.look({}, reservations_too=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_the_clusters_name_stands_in_slurm_conf(tmp_path: Path) -> None:
+    """With `--drains off` SLURM is not asked, and gates believe no snapshot without a name."""
+    conf = tmp_path / "slurm.conf"
+    assert name_in_conf(conf) == ""
+    conf.write_text("SlurmctldHost=a\nclustername = Big1 # comment\n")
+    assert name_in_conf(conf) == "big1", "as SLURM tells it"
 
 
 def test_the_clusters_name_is_remembered_for_a_start_without_slurm(tmp_path: Path) -> None:

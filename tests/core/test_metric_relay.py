@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from rsup.launcher import process_events as ev
+from rsup.launcher.process_requests import MAX_NUMBERS, NUMBERS_WINDOW_S
 from rsup.supervisor import wire
 from tests.core.test_process_machine import Agent, facts, start_command
 
@@ -24,9 +25,9 @@ def welcomed(takes_metrics: bool) -> Agent:
 
 def test_numbers_become_facts_of_the_rank() -> None:
     agent = welcomed(takes_metrics=True).run()
-    actions = say(agent, wire.RankMetrics("training", SERIES), wire.RankStragglers(REPORT))
+    actions = say(agent, wire.RankMetrics("training", SERIES, 3), wire.RankStragglers(REPORT))
     (metrics,) = facts(actions, wire.MetricsReported)
-    assert (metrics.attempt, metrics.rank, metrics.kind, metrics.series) == (1, 1, "training", SERIES)
+    assert (metrics.attempt, metrics.rank, metrics.kind, metrics.series, metrics.entry) == (1, 1, "training", SERIES, 3)
     (stragglers,) = facts(actions, wire.StragglersReported)
     assert (stragglers.attempt, stragglers.rank, stragglers.report) == (1, 1, REPORT)
 
@@ -36,6 +37,18 @@ def test_an_older_supervisor_hears_nothing_of_them() -> None:
     assert not say(agent, wire.RankMetrics("training", SERIES), wire.RankStragglers(REPORT))
     agent.feed(ev.Welcomed(wire.Welcome((1, 4), "0", INFO, "job", 1, 1, 0, takes_metrics=True)))
     assert say(agent, wire.RankStragglers(REPORT)), "it was replaced by one of this release"
+
+
+def test_a_flood_is_left_out_with_a_line_a_window() -> None:
+    agent = welcomed(takes_metrics=True).run()
+    flood = [wire.RankMetrics("training", SERIES)] * (MAX_NUMBERS + 50)
+    for _ in range(2):
+        actions = say(agent, *flood, wire.RankMetrics("memory", SERIES), wire.RankMetrics("of tomorrow", SERIES))
+        assert [fact.kind for fact in facts(actions, wire.MetricsReported)] == ["training"] * MAX_NUMBERS + ["memory"]
+        (note,) = facts(actions, wire.Note)
+        assert note.rank == 1 and "training metrics" in note.text
+        assert len(facts(say(agent, *[wire.RankStragglers(REPORT)] * 200), wire.StragglersReported)) == MAX_NUMBERS
+        agent.now += NUMBERS_WINDOW_S
 
 
 def test_switches_come_with_a_start_and_with_limits() -> None:

@@ -437,6 +437,7 @@ def test_the_end_after_identical_failures_names_the_option() -> None:
     result = wire.JobResult(93, "no restart: 3 identical failures without progress between them (limit 3)")
     (said,) = of(agent.order(wire.EndJob(0, "r", result)), ev.PrintReport)
     assert "--identical-failures" in said.text.splitlines()[-1]
+    assert "more: rsup" not in said.text, "without a report of the decider's another agent of this terminal says it"
 
 
 # ------------------------------------------------------------------------------------------------ signals and requests

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rsup.supervisor import report_page
+from rsup.supervisor.curve_points import holes_of, points_of
 from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import fitting
 from rsup.supervisor.report_axis import (
@@ -33,7 +35,7 @@ EVIL = "<script>alert(1)</script>\x1b[31m\u202e&\"'"
 
 def line(*values: float | None, name: str = "loss", first: int = 1) -> Line:
     """A curve of single values, one an iteration."""
-    return Line(name, [(i, value, value, value) for i, value in enumerate(values, first)])
+    return Line(name, [(i, value, value, value) for i, value in enumerate(values, first)], newest=values[-1])
 
 
 def test_ticks_are_round_and_hold_the_values() -> None:
@@ -45,6 +47,15 @@ def test_ticks_are_round_and_hold_the_values() -> None:
         assert axis.low <= low <= high <= axis.high and 2 <= len(axis.ticks) <= 8, (low, high)
         labels = tick_labels(axis)
         assert len(set(labels)) == len(labels) and max(map(len, labels)) <= 12, labels
+    for low, high in (
+        (5e-324, 1e10),
+        (0.0, 1e-310),
+        (-1e-310, 1e-320),
+        (1e-299, 1e-299 * (1 + 1e-12)),
+        (1e116, 1e116 * (1 + 2**-52)),
+    ):
+        for axis in (value_axis(low, high), value_axis(low, high, may_be_log=True), value_axis(low, high, from_zero=True)):
+            assert axis.low < axis.high and 0 <= axis.share(low) <= axis.share(high) <= 1 and tick_labels(axis), (low, high)
     assert [nice_step(x) for x in (0.7, 1.0, 1.1, 2.3, 3.0, 7.0)] == [1.0, 1.0, 2.0, 2.5, 5.0, 10.0]
 
 
@@ -106,12 +117,37 @@ def test_a_curve_is_cut_where_nothing_was_finite_and_marked() -> None:
     (drawn,), (gap,), (mark,) = paths(markup, "line"), paths(markup, "gap"), paths(markup, "mark")
     assert drawn.count("M") == 2 and gap.startswith("M1000 ") and mark == "M500 0V800"
     assert drawn == "M0 0L500 400M1500 800L2000 800", "the highest value is above, the lowest below"
-    assert [len(run) for run in runs(chart.lines[0].points)] == [2, 2]
+    assert [len(run) for run in runs(chart.lines[0])] == [2, 2]
     picture = svg_of(markup)
     assert picture.attrib["role"] == "img" and picture.attrib["aria-labelledby"] == "a-t a-d"
     description = picture.findtext("desc")
     assert description == "Over iterations 1 to 5. loss: from 3 to 1, between 1 and 3."
     assert '<td class="n">not finite</td>' in markup and "lowest" in markup, "the table of figures"
+
+
+def test_a_point_stands_in_the_middle_and_a_mixed_one_is_marked() -> None:
+    """A loss that becomes NaN within a point, after iterations that nobody told."""
+    points = [[i, i, 2.0, 2.0, 2.0, i, 0] for i in range(1, 11)]
+    points += [[60, 60, 2.0, 2.0, 2.0, 51, 0], [80, 80, 3.0, 3.0, 3.0, 61, 0], [100, 100, 1.0, 1.0, 1.0, 81, 15]]
+    one = {"points": points, "num_non_finite": 15, "holes": [[11, 50]], "newest": {"value": None, "iteration": 100}}
+    markup = curve_sections({"training": {"lm loss": one}}, [])
+    (drawn,), (gap,), (dot,) = paths(markup, "line"), paths(markup, "gap"), paths(markup, "dots")
+    assert drawn.count("M") == 2 and drawn.endswith(f"M{round(54.5 / 99 * 2000)} 400L{round(69.5 / 99 * 2000)} 0")
+    assert gap == f"M{round(80 / 99 * 2000)} 0V800H2000V0Z" and dot == f"M{round(89.5 / 99 * 2000)} 800h0"
+    assert "<b>lm loss</b> <span>not finite</span>" in markup and "15 not finite" in markup
+    assert "nothing is known of iterations 11 to 50" in markup and "from 2 to not finite" in markup
+    (older,) = paths(curve_sections({"training": {"lm loss": {"points": [point[:5] for point in points]}}}, []), "line")
+    assert older.endswith("L2000 800"), "an older supervisor says where a point ends"
+
+
+def test_holes_are_longer_than_what_lies_beside_them() -> None:
+    def holes(*stretches: tuple[int, int]) -> list[list[int]]:
+        return holes_of(points_of([[last, last, 1.0, 1.0, 1.0, first, 0] for first, last in stretches]))
+
+    assert holes((1, 10), (11, 20), (41, 50), (51, 60)) == [[21, 40]]
+    assert not holes(*((i, i) for i in range(10, 200, 10))) and not holes((1, 1), (500, 500)) and not holes()
+    assert not holes(*((i, i) for i in (1, 2, 3, 10, 20, 30, 40))), "it tells less often from there on"
+    assert not holes(*((i, i) for i in range(1, 2000) if not 500 < i < 510)), "nobody would see it"
 
 
 def test_a_band_shows_what_lies_in_points_that_stand_for_several() -> None:
@@ -176,6 +212,14 @@ def test_what_is_asked_for_and_what_is_said_where_nothing_is_known() -> None:
     per_rank = {f"rank-{rank}-ms": {"points": [[1, 1, 5.0, 5.0, 5.0]]} for rank in (10, 2)}
     drawn = curve_sections({"straggler": per_rank}, [])
     assert drawn.index("rank 2<") < drawn.index("rank 10<")
+    slowdown = {"straggler-slowdown": {"points": [[1, 1, 2.0, 2.0, 2.0], [2, 1, 3.0, 3.0, 3.0]]}}
+    assert "time over the fastest rank" in curve_sections({"straggler": slowdown}, [])
+
+
+def test_a_table_that_is_wide_or_short_says_so() -> None:
+    style = (Path(report_page.__file__).parent / "web" / "report.css").read_text()
+    assert 'class="scroll wide short"' in table(["x"] * 11, [["y"] * 11]) and ".scroll.wide::before" in style
+    assert 'class="scroll"' in table(["x"], [["y"]] * 1000) and ".scroll.short { break-inside: avoid; }" in style
 
 
 def test_marks_stand_where_training_was_interrupted() -> None:

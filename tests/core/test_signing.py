@@ -8,14 +8,14 @@ import pytest
 from rsup.launcher.slurm.node_settings import NodeProblem
 from rsup.launcher.slurm.snapshot_file import public_key_of, read_snapshot
 from rsup.supervisor.hardware.policy import Guard
-from rsup.supervisor.places import PlaceError
+from rsup.supervisor.places import PlaceError, read_key_file
 from rsup.supervisor.slurm.drain_plan import Plan
 from rsup.supervisor.slurm.drain_terms import Ground
 from rsup.supervisor.slurm.guard import Admission, admit, fleet_of
 from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.scheduler_text import NodeSeen
 from rsup.supervisor.slurm.signing import BadSnapshot, load_key, verified
-from rsup.supervisor.slurm.snapshot import REFRESH_US, Publisher, content_of, is_due, verdict_of
+from rsup.supervisor.slurm.snapshot import REFRESH_US, Publisher, content_of, is_due, told_refused, verdict_of
 
 NOW = 1_800_000_000_000_000
 
@@ -42,6 +42,21 @@ def test_the_key_is_made_once_and_never_replaced(tmp_path: Path) -> None:
         load_key(tmp_path, str(tmp_path / "missing" / "key"))
 
 
+def test_a_key_of_another_kind_is_no_secret_of_the_link(tmp_path: Path) -> None:
+    load_key(tmp_path)
+    (tmp_path / "key.pub").write_text("rsup-public-key " + "x" * 40)
+    for name, said in (
+        (
+            "signing-key.pub",
+            "looks like a key that signs snapshots .* name the supervisor's key.pub; if it is the secret after",
+        ),
+        ("signing-key", "holds the private key that signs snapshots; a launch takes the supervisor's key.pub"),
+        ("key.pub", "holds a supervisor's public key, no secret"),
+    ):
+        with pytest.raises(PlaceError, match=said):
+            read_key_file(tmp_path / name)
+
+
 def test_only_what_the_key_has_signed_is_believed(tmp_path: Path) -> None:
     key, other = load_key(tmp_path), load_key(tmp_path, str(tmp_path / "other"))
     data = key.sign(b'{"schema":1}')
@@ -61,17 +76,22 @@ def test_only_what_the_key_has_signed_is_believed(tmp_path: Path) -> None:
 def test_nodes_that_are_out_of_service_anyway_make_no_gate_doubt_the_snapshot() -> None:
     grounds = [Ground("device", f"GPU-{node}", node, "quarantined", "x") for node in ("n1", "n2", "n3", "n4")]
 
-    def told(num_eligible: int, away: set[str]) -> tuple[list[str], int, int]:
+    def told(num_eligible: int, away: set[str], kept_off: set[str] = frozenset()) -> tuple[list[str], int, int]:  # type: ignore[assignment]
         refused = {ground.node: number for number, ground in enumerate(grounds, 1)}
         admission = Admission(num_refused=4 - len(away), num_eligible=num_eligible, limit=2, away=frozenset(away))
-        content = content_of("c", grounds, Plan(admission=admission, refused=refused))
+        content = content_of("c", grounds, Plan(admission=admission, refused=refused, kept_off=frozenset(kept_off)))
         entries = content["devices"].values()
         names = [entry["node"] for entry in entries if entry["verdict"] == "refuse"]
+        assert set(names) == told_refused(content)
         assert len(names) <= min(content["max_refused"], max(2, content["num_nodes"] // 2)), "or gates doubt it"
         return names, content["num_nodes"], content["max_refused"]
 
     assert told(40, {"n3", "n4"}) == (["n1", "n2", "n3", "n4"], 42, 4)
     assert told(4, {"n3", "n4"}) == (["n1", "n2"], 4, 2), "half of a cluster is never believed"
+    # Beyond the guard, by somebody's word: gates would believe nothing at all.
+    assert told(4, set(), {"n1", "n3", "n4"})[0] == ["n1", "n2"], "SLURM keeps jobs off the others anyway"
+    assert told(4, {"n4"}, {"n1", "n3"})[0] == ["n1", "n2"] and told(6, set(), {"n2"})[0] == ["n1", "n3", "n4"]
+    assert told(4, set())[0] == ["n1", "n2"], "without that the oldest"
 
 
 def test_a_cluster_that_mostly_sleeps_is_no_small_one() -> None:

@@ -10,7 +10,8 @@ from rsup.supervisor.events import Now, OperatorAsked
 from rsup.supervisor.hardware import policy
 from rsup.supervisor.records import MetricsSaved, StragglerSaved
 from rsup.supervisor.straggler_evidence import APART_S, TRUSTED_AFTER
-from rsup.supervisor.straggler_machine import OPEN_AFTER
+from rsup.supervisor.straggler_machine import MAX_EPISODES_A_RANK
+from rsup.supervisor.straggler_states import OPEN_AFTER
 from rsup.supervisor.wire import (
     DeviceUsed,
     MetricBin,
@@ -123,19 +124,134 @@ def test_episodes_that_follow_one_another_closely_are_one() -> None:
     assert len(job.episodes()) == 5 and not job.evidence()
 
 
-def test_each_attempt_is_one_and_ends_what_was_open() -> None:
+def test_attempts_that_lie_apart_are_one_each_and_end_what_was_open() -> None:
     job = restarting()
     for attempt in (1, 2, 3):
-        job.report(1, times=OPEN_AFTER)
+        job.report(1, after_s=APART_S + 1)
+        job.report(1, times=OPEN_AFTER - 1)
         assert len(job.episodes()) == attempt == len({one.attempt for one in job.episodes()})
         assert bool(job.evidence()) == (attempt == 3)
         job.again()
 
 
+def test_a_new_attempt_alone_is_no_other_episode() -> None:
+    job = restarting()
+    for _ in range(6):
+        job.report(1, times=OPEN_AFTER)
+        job.again()
+    assert len(job.episodes()) == 6 and not job.evidence()
+    assert job.episodes()[-1].verdict.startswith("independent episode 1 of 3")
+
+
+def test_what_lies_close_together_counts_with_its_end_and_its_weaker_word() -> None:
+    job = restarting()
+    job.episode(1)
+    job.episode(1)
+    job.report(1, times=OPEN_AFTER)
+    job.report(1, times=3, after_s=APART_S / 2)  # a long one, which ends much later than it began
+    job.report(times=OPEN_AFTER)
+    job.report(1, times=OPEN_AFTER)
+    assert not job.evidence() and "2 of 3" in job.episodes()[-1].verdict, "it is close to the end of the long one"
+    job = restarting()
+    job.episode(1)
+    job.report(1, times=OPEN_AFTER, individual=0.9)
+    job.report(times=OPEN_AFTER)
+    for _ in range(3):
+        job.episode(1)
+    assert not job.evidence() and "may have more to do" in job.episodes()[-1].verdict
+
+
+def test_a_rank_that_is_slower_because_all_are_is_not_the_devices_fault() -> None:
+    job = ranks()
+    for _ in range(4):
+        job.episode(1, individual=0.5, usual=0.52)
+    assert not job.evidence() and "may have more to do" in job.episodes()[-1].verdict
+    assert {one.usual for one in job.episodes()} == {0.52}
+    alone = ranks()
+    for _ in range(3):
+        alone.episode(1, individual=0.4, usual=0.9)
+    assert alone.evidence() == [("GPU-1", "straggler", "unexplained")]
+
+
+def test_a_report_that_is_told_again_counts_once_and_one_that_goes_back_begins_anew() -> None:
+    job = ranks()
+    job.report(1)
+    for _ in range(OPEN_AFTER):
+        job.iteration = 0
+        job.report(1)
+    assert not job.episodes() and job.state.stragglers.num_reports == 1
+    job.report(1)
+    for _ in range(2 * OPEN_AFTER):  # the same stretch in turn with the one before it
+        job.iteration = 0
+        job.report(1, times=2)
+    assert not job.episodes(), "each time the rows begin anew"
+    job.report(1)
+    assert len(job.episodes()) == 1
+    job.iteration = 0
+    job.report(times=OPEN_AFTER - 1)
+    assert job.episodes()[0].to_us is None, "an open one goes on over it"
+    job.report()
+    assert job.episodes()[0].to_us is not None
+
+
+def test_a_cause_that_comes_and_goes_accuses_once() -> None:
+    job = ranks()
+    job.episode(1, cause="thermal")
+    job.report(1, after_s=APART_S + 1, cause="thermal")
+    job.report(1, times=OPEN_AFTER - 1, cause="thermal")
+    assert job.evidence() == [("GPU-1", "straggler", "thermal")]
+    for cause in ("power", "", "data", "thermal", "clocks"):
+        job.report(1, cause=cause)
+    assert len(job.evidence()) == 1 and job.episodes()[-1].cause == "thermal", "the device's first cause stays"
+    plain = ranks()
+    for _ in range(2):
+        plain.episode(1)
+    plain.report(1, after_s=APART_S + 1)
+    plain.report(1, times=OPEN_AFTER - 1)
+    for cause in ("host", "", "thermal", "power"):
+        plain.report(1, cause=cause)
+    assert plain.evidence() == [("GPU-1", "straggler", "unexplained")] and plain.state.stragglers.accused == [3]
+    plain.report(times=OPEN_AFTER)
+    assert not plain.state.stragglers.accused
+
+
+def test_a_rank_names_no_device_and_node_of_its_own() -> None:
+    job = Ranks(spec(ranks_per_node=4)).begin(GPUS[:1])
+    job.say("a", StragglersReported(job.now().us, 1, 0, StragglerReport(1, 2, 4)))
+    for first in (3, 5, 7):
+        slow = Straggler(3, "GPU-of-another-job" * 1000, "n" * 100_000, "step", 2.0, 0.5, text="t")
+        job.say("a", StragglersReported(job.now().us, 1, 0, StragglerReport(first, first + 1, 4, stragglers=[slow])))
+    (one,) = job.episodes()
+    assert (one.rank, one.device, one.node) == (3, "", "node-a") and "no device is known" in one.verdict
+
+
+def test_beyond_a_bound_episodes_are_only_counted() -> None:
+    job = ranks()
+    for _ in range(MAX_EPISODES_A_RANK + 3):
+        job.report(1, times=OPEN_AFTER + 2)
+        job.report(times=OPEN_AFTER)
+    job.report(2, times=OPEN_AFTER)
+    known = job.state.stragglers
+    assert len(job.episodes()) == known.num_episodes == MAX_EPISODES_A_RANK + 1 and known.num_untold == 3
+    seen = [event for event in job.events() if event.kind == "StragglerSeen"]
+    assert len(seen) == MAX_EPISODES_A_RANK + 1
+    assert [event.text.endswith("only counted") for event in seen[-3:]] == [False, True, False]
+
+
+def test_a_switch_that_nobody_hears_says_so() -> None:
+    job = restarting()
+    job.exit("a", 0, 1)
+    job.gone("a")
+    actions = job.feed(OperatorAsked("stragglers-on", "ann", "", "r1"))
+    (answer,) = [one for one in actions if isinstance(one, AnswerOperator)]
+    assert answer.done and "from the next attempt on" in answer.message
+
+
 def test_a_rank_that_was_never_faster_has_more_to_do() -> None:
     job = restarting()
     for _ in range(6):
-        job.report(3, times=OPEN_AFTER, individual=1.0)
+        job.report(3, after_s=APART_S + 1, individual=1.0)
+        job.report(3, times=OPEN_AFTER - 1, individual=1.0)
         job.again()
     assert len(job.episodes()) == 6 and not job.evidence()
     assert "may have more to do" in job.episodes()[-1].verdict
@@ -158,7 +274,8 @@ def test_a_device_that_is_slow_under_two_ranks_is_spoken_against_whatever_it_did
     job = restarting()
     for devices, rank in ((GPUS, 1), (GPUS, 1), (("GPU-1", "GPU-0", "GPU-2", "GPU-3"), 0)):
         job.again(devices)
-        job.report(rank, times=OPEN_AFTER, individual=1.0)
+        job.report(rank, after_s=APART_S + 1 if devices is GPUS else 1.0, individual=1.0)
+        job.report(rank, times=OPEN_AFTER - 1, individual=1.0)
     assert job.evidence() == [("GPU-1", "straggler", "unexplained")]
 
 
@@ -258,6 +375,13 @@ def test_metrics_are_kept_and_decide_nothing() -> None:
     before = replace(job.state, agents={}, num_events=0)
     bad = MetricBin(5, 1, 0, 0, 1.0, 1.0, 1.0, 1.0)
     series = {"lm loss": [MetricBin.of(1, 1, 8, 2.0)], "a\nb": [MetricBin.of(1, 1, 8, 2.0)], "odd": [bad]}
+    for odd in (
+        MetricBin(1, 1, 0, 0, 1.0, 1.0, 1.0, 1.0, count=2),
+        MetricBin(0, 2**62 - 1, 0, 0, 1.0, 1.0, 1.0, 1.0, count=2**62 - 1),
+        MetricBin(1, 1, 2**62 - 1, 0, 1.0, 1.0, 1.0, 1.0),
+        MetricBin(1, 1, 0, -1, 1.0, 1.0, 1.0, 1.0),
+    ):
+        series[f"odd {len(series)}"] = [odd]
     job.say("a", MetricsReported(START_US, 1, 0, "training", series))
     job.say("a", MetricsReported(START_US, 1, 0, "what a newer release has", series))
     kept = [a.record for a in job.actions if isinstance(a, Record) and isinstance(a.record, MetricsSaved)]

@@ -9,7 +9,7 @@ import pytest
 from rsup.supervisor import loop, wire
 from rsup.supervisor.loop import AgentKnownDead, AgentMessage, Loop, OperatorReply, OperatorRequest
 from rsup.supervisor.memory_store import MemoryStore
-from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, Record
+from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, MetricsSaved, Record
 from rsup.supervisor.states import JobState, Phase, Role, decode
 from rsup.supervisor.store import StoreError, StoreFull, StoreRefuses
 from tests.core.job_driver import START_US, hello, info, spec
@@ -248,6 +248,29 @@ def test_a_full_disk_stops_decisions_but_not_the_conversation(caplog: pytest.Log
     assert any("can be written again" in r.message for r in caplog.records)
 
 
+def test_a_store_that_takes_what_is_tried_and_not_what_comes_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk has room for what is written over, and none for what is new."""
+    bench = Bench()
+    bench.start()
+    bench.store.fail_with = StoreFull("could not extend file 17 at block 9")
+    monkeypatch.setattr(bench.store, "probe", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            bench.report("a", note("kept"), first=3, acked=2)
+            bench.loop._backlog.clear()  # so that what is tried again needs nothing new
+            bench.wait(1.2)
+        assert bench.loop.store_trouble() and not bench.loop.store_error, "not ready either"
+        said = [r.message for r in caplog.records]
+        assert len(said) <= 3 and sum("could not extend" in line for line in said) == 2, said
+        bench.store.fail_with = None
+        for _ in range(8):
+            bench.wait(1.0)
+        assert not bench.loop.store_trouble() and bench.report("a", note("kept"), first=3, acked=2).acked_fact == 3
+    assert [r.message for r in caplog.records][len(said) :] == ["the store can be written again"]
+
+
 def test_a_new_agent_hears_of_a_full_disk_and_leaves_no_ghost_job() -> None:
     bench = Bench()
     bench.store.fail_with = StoreFull("no space left in /state: free some, or choose another --state-dir")
@@ -414,7 +437,11 @@ def test_what_the_store_refuses_costs_the_input_that_brought_it(
         assert bench.loop.store_error == ""
     assert [event.text for event in bench.store.events if event.kind == "Note"] == ["well"]
     assert [reply.done for reply in replies] == [False] * 3 and "out of range" in replies[0].message
-    assert len([record for record in caplog.records if "left out" in record.message]) == 1
+    (record,) = [record for record in caplog.records if "left out" in record.message]
+    assert record.message == "the database does not take that: integer out of range; left out: Report of agent 'a'"
+    bad = bench.join("z", spec(job_id="t3", command=["poison"]))
+    assert [type(message) for message in bad] == [wire.Refusal if bench.embedded else wire.StandsBy], "it need not wait in vain"
+    assert "no job can be started now: the database does not take that" in bad[0].message  # type: ignore[union-attr]
     bench.store.fail_with = StoreFull("no space")
     bench.loop.handle([poison, AgentMessage("b", wire.Report("b", 1, 0, 2, [note("later")]))])
     assert bench.loop.store_error == "no space"
@@ -422,6 +449,28 @@ def test_what_the_store_refuses_costs_the_input_that_brought_it(
     bench.wait(2.5)
     assert bench.loop.store_error == "", "nor does it hold up what waited for the store"
     assert [event.text for event in bench.store.events if event.kind == "Note"] == ["well", "later"]
+
+
+def test_a_fact_that_the_store_refuses_leaves_a_line_and_lets_those_behind_it_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.start()
+    write = bench.store.commit
+
+    def commit(records: Sequence[Record]) -> None:
+        if any(isinstance(record, MetricsSaved) and "poison" in record.series for record in records):
+            raise StoreRefuses("the database does not take that: integer out of range")
+        write(records)
+
+    monkeypatch.setattr(bench.store, "commit", commit)
+    bad = wire.MetricsReported(1, 1, 0, "training", {"poison": [wire.MetricBin.of(1, 1, 1, 1.0)]})
+    beats = [wire.RankBeat(0, 11, 5, 0.1, 0.1)]
+    answers = bench.hear("a", wire.Report("a", 1, 2, 3, [note("one"), bad, note("two"), bad, note("three")], beats))
+    assert [one.acked_fact for one in answers if isinstance(one, wire.Order)][-1] == 7
+    assert bench.loop.store_error == "" and bench.loop.num_dropped == 0
+    told = [event.text for event in bench.store.events if event.kind == "Note"]
+    left_out = "a MetricsReported is left out: the database does not take that: integer out of range"
+    assert told == ["one", left_out, "two", left_out, "three"]
+    assert [agent.beats[0].iteration for agent in bench.loop.live_beats(bench.saved.job)] == [5]
 
 
 def test_a_disk_that_is_full_when_the_supervisor_starts() -> None:
@@ -444,6 +493,23 @@ def test_a_silent_agent_is_lost_and_found() -> None:
     assert bench.kinds()[-1] == "AgentLost"
     bench.report("a", acked=2)
     assert bench.kinds()[-1] == "AgentFound"
+
+
+def test_nodes_that_fall_silent_together_are_each_told_of_and_come_back_in_a_line_each() -> None:
+    """As after `scontrol suspend`: the last one of them has nobody else to tell it to."""
+    bench = Bench()
+    two = spec(min_nodes=2, max_nodes=2)
+    for name in ("a", "b"):
+        bench.join(name, two)
+    bench.wait(20.0)
+    for name in ("a", "b"):
+        bench.hear(name, wire.Report(name, 1, 0, 0, []))
+    said = [text for _, message in bench.sent if isinstance(message, wire.Order) for text in message.notices]
+    for name in ("a", "b"):
+        assert [text.partition(" for 15 s")[0] for text in said if f"node-{name}" in text] == [
+            f"nothing heard of node node-{name}",
+            f"node node-{name} answers again",
+        ]
 
 
 def test_an_ended_job_is_told_to_an_agent_that_missed_the_end_even_after_a_restart() -> None:

@@ -1,6 +1,8 @@
 """The graph-captured step on one GPU: its replays compute what an eager run computes, and say so when they cannot."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,7 +162,11 @@ def _copies_from_the_host(loss: torch.Tensor) -> None:
     torch.tensor([1.0, 2.0]).to(DEVICE)
 
 
-@pytest.mark.parametrize("inside", [_reads, _has_a_shape_of_its_data, _waits])
+def _makes_it_on_the_device(loss: torch.Tensor) -> None:
+    loss.detach().add(torch.full((2,), 2.0, device=DEVICE))
+
+
+@pytest.mark.parametrize("inside", [_reads, _has_a_shape_of_its_data, _waits, _copies_from_the_host])
 def test_an_illegal_call_is_named_and_training_goes_on_if_asked(capture: SharedCapture, inside: Any) -> None:
     strict = Training(capture, inside=inside)
     with pytest.raises(GraphError) as raised:
@@ -178,6 +184,13 @@ def test_an_illegal_call_is_named_and_training_goes_on_if_asked(capture: SharedC
         eager.step(batches)
     assert lenient.graph.is_eager_for_good and lenient.graph.why and not lenient.graph.captured
     assert not differing(lenient.state(), eager.state()), "the failed capture counted as no step"
+
+
+def test_a_constant_that_is_made_on_the_device_is_captured(capture: SharedCapture) -> None:
+    """The remedy for one that is copied from the host."""
+    training, eager = Training(capture, inside=_makes_it_on_the_device), Training(capture, captures=False)
+    _run_beside_eager(training, eager, [2] * (CAPTURED + 3))
+    assert training.graph.captured and not differing(training.state(), eager.state())
 
 
 def test_a_replay_after_something_moved_is_refused(capture: SharedCapture) -> None:
@@ -252,6 +265,97 @@ def test_evaluation_has_a_graph_beside_that_of_the_training(capture: SharedCaptu
             assert evaluation.captured
     assert training.graph.captured and evaluation.captured
     assert not differing(training.state(), eager.state())
+
+
+def _pools(training: Training, evaluation: FullIterationGraph) -> list[tuple[int, int]]:
+    """The pool of each graph: training, evaluation, optimizer."""
+    graphs: list[Any] = [known.captured for one in (training.graph, evaluation) for known in one._known.values()]
+    graphs.append(training.update._captured)
+    assert len(graphs) == 3 and None not in graphs, "all three are captured"
+    return [graph._pool.id for graph in graphs]
+
+
+@pytest.mark.parametrize("is_single", [True, False], ids=["one pool", "a pool each"])
+def test_graphs_of_training_evaluation_and_optimizer_share_one_pool(is_single: bool) -> None:
+    """And one stream. With pools of their own, which can be asked for, each keeps memory that the others cannot use."""
+    shared = SharedCapture(DEVICE, use_single_mempool=is_single)
+    training, eager = Training(shared), Training(shared, captures=False)
+    evaluation = make_evaluation(training.model, shared)
+    for round_ in range(CAPTURED + 2):
+        _run_beside_eager(training, eager, [2])
+        with shared.on_stream():
+            evaluation(batches_of(1000 + round_, 4)).value.clone()
+    assert training.graph.captured and training.update.is_captured and evaluation.captured
+    assert len(set(_pools(training, evaluation))) == (1 if is_single else 3)
+    _run_beside_eager(training, eager, [2, 2])
+    assert not differing(training.state(), eager.state()), "no graph has written over what another one keeps"
+    evaluation.reset()
+    training.close()
+
+
+DDP = """
+import warnings
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from rsup.worker.cuda_graph.capture import shared_capture
+from rsup.worker.cuda_graph.full_iteration import FullIterationGraph
+from rsup.worker.cuda_graph.lifecycle import destroy_process_group
+from rsup.worker.cuda_graph.live_constraints import DDP_WARMUP_STEPS
+
+is_cuda = torch.cuda.is_available()
+device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+if is_cuda:
+    torch.cuda.set_device(device)
+backend = "nccl" if is_cuda else "gloo"
+dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device if is_cuda else None)
+capture = shared_capture(device)
+torch.manual_seed(0)
+plain = torch.nn.Linear(64, 64, device=device)
+with capture.on_stream():
+    model = torch.nn.Linear(64, 64, device=device)
+    model.load_state_dict(plain.state_dict())
+    ddp = DistributedDataParallel(model, device_ids=[0] if is_cuda else None, gradient_as_bucket_view=True)
+
+def forward_backward(batches):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    loss = ddp(batches[0][0]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+options = {"warmup_steps": DDP_WARMUP_STEPS, "parameters": model.named_parameters(), "capture": capture}
+graph = FullIterationGraph(forward_backward, device, **options)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for step in range(1, DDP_WARMUP_STEPS + 6):
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        loss = float(graph([[batch]]).value)
+        plain.zero_grad()
+        expected = plain(batch.to(device)).square().mean()
+        expected.backward()
+        assert abs(loss - float(expected.detach())) < 1e-4, step
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+assert graph.captured
+for one in said:
+    print("warned:", one.category.__name__, str(one.message).splitlines()[0])
+graph.reset()
+destroy_process_group()
+print("captured")
+"""
+
+
+def test_ddp_that_is_built_on_the_capture_stream_is_captured_without_a_warning_of_stale_streams() -> None:
+    """Gradients are accumulated on the stream that was current when DDP asked for their nodes. A process of its own: torch says
+    some things once only."""
+    done = subprocess.run([sys.executable, "-c", DDP], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *warned, last = [line for line in done.stdout.splitlines() if line.startswith(("warned: ", "captured"))]
+    print(*warned, sep="\n")
+    assert last == "captured"
+    for text in (*warned, *done.stderr.splitlines()):
+        assert "AccumulateGrad" not in text and "stale" not in text.lower() and "stream does not match" not in text, text
 
 
 # ------------------------------------------------------------------------------------------------------------- the gate

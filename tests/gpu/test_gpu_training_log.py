@@ -20,7 +20,7 @@ class Kept:
     def __init__(self) -> None:
         self.values: dict[tuple[int, str], float] = {}
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
         self.values |= {(iteration, point.key): point.value for point in points}
 
     def flush(self) -> None:
@@ -52,7 +52,7 @@ def test_no_step_waits_but_for_the_line_and_reused_memory_does_not_mix_iteration
             num_zeros.add_(1)
             bf16 = loss.bfloat16()
             figures = {"grad_norm": bf16, "num_zeros": num_zeros if iteration % 2 else None}
-            with waiting_fails(allowed=log.is_due(iteration)):
+            with waiting_fails(allowed=log.waits_at(iteration)):
                 log.step(StepNumbers(iteration, iteration, {"lm loss": loss, "b": pair}, 0.1, 1, **figures))
             loss.zero_()
     log.close()

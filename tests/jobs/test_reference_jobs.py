@@ -11,7 +11,9 @@ from tests.jobs.conftest import Place, wait_until
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--log-interval", "5")
+TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--log-interval", "5")
+TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --eval-iters 0"
+SMALL = (*TRAIN, *TINY.split())
 
 
 def train(place: Place, job: str, *options: str, ranks: int = 2, restarts: int = 1, launch: tuple[str, ...] = ()) -> str:
@@ -72,9 +74,10 @@ def test_a_hang_is_found_its_stacks_are_kept_and_training_goes_on(place: Place, 
 
 def test_the_supervisors_death_costs_nothing(place: Place) -> None:
     launched = place.launch(
-        *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "150", "--save", str(place.folder / "s"))
+        *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "600", "--save-interval", "20"),
+        *("--save", str(place.folder / "s")),
     )
-    for start in (10, 50, 90):
+    for start in (10, 100, 200):
         wait_until(lambda start=start: place.iteration_of("s") >= start, f"iteration {start}")
         before = place.supervisor_pid()
         os.kill(before, signal.SIGKILL)
@@ -82,7 +85,7 @@ def test_the_supervisors_death_costs_nothing(place: Place) -> None:
     launched.ends(0)
     status = place.status("s")
     assert len(status["attempts"]) == 1 and not status["incidents"]
-    assert [c["iteration"] for c in status["checkpoints"]][-1] == 150
+    assert [c["iteration"] for c in status["checkpoints"]][-1] == 600
     assert len({c["iteration"] for c in status["checkpoints"]}) == 30
 
 

@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 
 from tests.jobs.conftest import Place, wait_until
+from tests.jobs.test_operator_requests import keeper_of
+from tests.jobs.test_plain_jobs import is_alive
 
 TRAIN = """
 import os, sys, time
@@ -61,8 +63,10 @@ def test_standbys_end_with_their_agent(place: Place) -> None:
     assert on_node["ready"] == 2 and on_node["size_bytes"] > 100 << 20
     standbys = standbys_of(job.pid)
     assert len(standbys) == 2
+    keeper = keeper_of(job)
     os.kill(job.pid, signal.SIGKILL)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in standbys), "no standby left")
+    wait_until(lambda: not is_alive(keeper), "the keeper's last words, while there is a supervisor to hear them")
 
 
 def standbys_of(agent: int) -> list[int]:

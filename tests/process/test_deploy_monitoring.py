@@ -16,7 +16,7 @@ import yaml
 from rsup.supervisor import metrics
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.slurm.drain_status import Counters, metrics_of
-from rsup.supervisor.states import JobState, Stragglers, encode
+from rsup.supervisor.states import JobState, Stragglers
 from rsup.supervisor.value_metrics import value_metrics
 from rsup.supervisor.wire import JobSpec
 from tests.process.supervised_agent import MAIN, served
@@ -42,10 +42,9 @@ def a_training() -> dict[str, Any]:
     return {"goodput": {"parts": {"productive": 5.0}, "ratio": 0.9}, "work": work, "in_process_restarts": 0}
 
 
-def a_state_with_stragglers() -> bytes:
+def a_state_with_stragglers() -> JobState:
     """Of a job whose ranks have reported."""
-    state = JobState(key=JobKey("c", "ann", "7", 1), spec=JobSpec(), created_us=1, stragglers=Stragglers(num_reports=1))
-    return encode(state)
+    return JobState(key=JobKey("c", "ann", "7", 1), spec=JobSpec(), created_us=1, stragglers=Stragglers(num_reports=1))
 
 
 def some_values() -> list[Any]:
@@ -86,7 +85,7 @@ def known(own_directories: Path) -> Known:
     row: Any = {"cluster": "c", "owner": "ann", "job_id": "7", "run": 1}
     families = [*metrics.job_metrics([JOB], {"c/ann/7.1": [0.5]}), *metrics.training_metrics([(row, a_training())])]
     families += metrics_of(a_slurm_status(), a_slurm_count(), 2_000_000)
-    families += value_metrics([row | {"id": 1, "state": a_state_with_stragglers()}], {1: some_values()})
+    families += value_metrics([(row | {"id": 1}, a_state_with_stragglers())], {1: some_values()}, {1: 2}, 2_000_000)
     return labels_by_name(text + metrics.render(families))
 
 
@@ -174,6 +173,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
 
 
 FIRES = {
+    "RsupNotReady": ('rsup_ready{instance="s"}', "1 0 0 0"),
     "RsupLoopStuck": ('rsup_loop_age_seconds{instance="s"}', "0 30 60 90"),
     "RsupAgentsLost": ('rsup_incidents_total{instance="s",kind="agent-lost"}', "0 1 2 4"),
     "RsupJobWorkAtRisk": ('rsup_job_at_risk_seconds{id="7",owner="ann"}', "0 10000 20000 30000"),

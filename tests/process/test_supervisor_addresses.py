@@ -25,6 +25,7 @@ class Played:
         self.server = RpcServer(key)
         self.address = self.server.bind(address)
         self.stands_by: StandsBy | None = None
+        self.instance = ""
         self.num_hellos = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -40,7 +41,7 @@ class Played:
         if self.stands_by is not None:
             return self.stands_by
         if isinstance(message, Hello):
-            info = SupervisorInfo(self.address, 1, "h", False)
+            info = SupervisorInfo(self.instance or self.address, 1, "h", False)
             return Welcome((wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION), wire.RELEASE, info, "j1", 1, 0, 0)
         return Order("a", 0, 0)
 
@@ -86,6 +87,15 @@ def test_the_one_that_leads_is_found_and_left_when_it_stands_aside(played: tuple
         client.send_report(1, 0)
         polled(client, lambda: client.connected and client.address == one.address)
         assert client.take_note() == f"the supervisor at {one.address} goes on in place of the one at {two.address}"
+        two.instance, two.stands_by, one.stands_by = one.address, None, StandsBy("", "two", "two leads")
+        client.send_report(1, 0)
+        polled(client, lambda: client.connected and client.address == two.address)
+        assert client.take_note() == "", "the same one at another of its addresses"
+        client.speaks_for_all, two.instance = False, "two"
+        one.stands_by, two.stands_by = None, StandsBy("", "one", "one leads")
+        client.send_report(1, 0)
+        polled(client, lambda: client.connected and client.address == one.address)
+        assert client.take_note() == "", "another agent of this terminal says it"
 
 
 def test_where_none_leads_it_stays_for_a_while_and_says_why(played: tuple[Played, Played]) -> None:

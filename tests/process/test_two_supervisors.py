@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from rsup.supervisor import store_opening, tables
+from rsup.supervisor import query_source, store_opening, tables
 from rsup.supervisor.config import Settings
 from rsup.supervisor.daemon_turns import Turns
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.loop import AgentMessage
 from rsup.supervisor.places import split_endpoint
+from rsup.supervisor.query_source import NoAnswer, Sources
 from rsup.supervisor.rpc_server import RpcServer
+from rsup.supervisor.standby import Standby
+from rsup.supervisor.store import StoreHeld
 from tests.core.job_driver import hello, spec
 from tests.process.two_supervisors import Serving, Wire, wait_for
 from tests.store.postgres_server import PostgresServer, postgres_server
@@ -161,7 +164,8 @@ def test_killed_and_stopped_leaders_are_followed_and_a_running_job_loses_nothing
     first = pair.pid_of(1, 1)
     assert b.ask("/healthz") == (200, {"status": "ok"})
     status, said = wait_for(lambda: b.ask("/readyz") if b.ask("/readyz")[1]["leader"] else None, "b sees who leads")
-    assert status == 503 and said["standby"] is True and said["leader"] == a.rest and "stands by: pid" in said["detail"]
+    assert status == 503 and said["standby"] is True and said["leader"] == a.rest
+    assert said["detail"] == f"this supervisor stands by: the one that leads answers at {a.rest}", "no more, to strangers"
     assert b.ask("/api/v1/jobs")[0] == 503
     listed = subprocess.run(
         [sys.executable, "-m", "rsup.launcher", "jobs", "--json", "--supervisor", f"{b.rest},{a.rest}"],
@@ -298,3 +302,43 @@ def _refuses(host: str, port: int) -> bool:
     except ConnectionRefusedError:
         return True
     return False
+
+
+def test_one_that_stands_by_answers_this_hosts_users_with_the_leader(
+    own_directories: Path, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stale socket of the time when it led is replaced; the log says once why it stands by."""
+    url = postgres_server.new_database()
+    opened = store_opening.open_usual(url, LeaseHolder.this_process("leads"), embedded=False)
+    opened.announce("tcp://far:1", "http://192.0.2.7:8650")
+    folder, state = own_directories / "sockets", own_directories / "state"
+    for one in (folder, state):
+        one.mkdir(exist_ok=True)
+    (state / "token").write_text("0123456789abcdef")
+    (state / "token").chmod(0o600)
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(folder / "rest.sock"))
+    stale.close()
+    settings = Settings(state_dir=str(state), database_url=url, listen="127.0.0.1:0", socket_dir=str(folder))
+    monkeypatch.setenv("RSUP_SOCKET_DIR", str(folder))
+    monkeypatch.setenv("RSUP_MUNGE_SOCKET", "/nowhere")
+    server = RpcServer()
+    caplog.set_level("INFO")
+    asked: list[str] = []
+    standby = Standby(settings, url, server, {})
+    source = Sources(state, "", note=lambda text: None)
+    local = source.supervisor()
+
+    def told() -> bool:
+        leader = standby._watch.sight.leader
+        if leader is not None:
+            with pytest.raises(NoAnswer, match=r"http://192\.0\.2\.7:8650"):
+                local.jobs(1)
+            asked.append(leader.rest)
+        return bool(asked)
+
+    monkeypatch.setattr(query_source, "REQUEST_TIMEOUT_S", 0.2)
+    assert standby.wait(told, StoreHeld("held by another"), said=True) is False and asked
+    assert "standing by" not in caplog.text
+    server.close()
+    opened.store.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from rsup.supervisor.render import clean, clean_block, cut, duration, moment, percent, table, width_of
-from rsup.supervisor.report_text import _found, _recovery
+from rsup.supervisor.report_text import found_by, recovery_of
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_wide_characters_count_two() -> None:
 
 def test_a_hang_is_told_by_how_long_it_stood_still_and_what_recovery_took_after_that() -> None:
     hang = {"kind": "hang", "found_by": "limit of section step (3 s)", "detection_s": 4.1, "recovery_s": 5.6}
-    assert _found(hang) == "limit of section step (3 s), it had stood still for 4.1 s"
-    told = _recovery(hang, {"ended": None}, soft=False)
+    assert found_by(hang) == "limit of section step (3 s), it had stood still for 4.1 s"
+    told = recovery_of(hang, {"ended": None}, soft=False)
     assert told == "1.5 s (with the standing still 5.6 s) until every rank had stepped again"
     crash = {**hang, "kind": "signal", "found_by": "exit of the process", "detection_s": 0.0}
-    assert _found(crash) == "exit of the process, at once"
-    assert _recovery(crash, {"ended": None}, soft=False) == "5.6 s until every rank had stepped again"
+    assert found_by(crash) == "exit of the process, at once"
+    assert recovery_of(crash, {"ended": None}, soft=False) == "5.6 s until every rank had stepped again"

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from rsup.launcher import cli
+from rsup.supervisor import report_sources
 from rsup.supervisor.records import (
     AttemptSaved,
     CheckpointSaved,
@@ -150,6 +151,7 @@ def test_a_supervisor_and_the_store_give_the_same_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.commit(big())
+    monkeypatch.setattr(report_sources, "MAX_EVENT_PAGES", 1)
     from_store, err = told(capsys, "report", "big", "--output", "-")
     assert "reading the store" in err
     served = serve()
@@ -169,9 +171,11 @@ def test_a_supervisor_and_the_store_give_the_same_page(
         "the newest 100 of 200 incidents",
         "64 of 1000",
         "rank 3<",
+        "as its rank 0 told, last at 2025-11-29T21:00:00Z after iteration 9: what came later is not in it",
         "GiB",
         "3 more are not drawn",
         "the newest 300 of 2499",
+        "<td>event 2499</td>",
     ):
         assert part in from_store, part
 

@@ -2,7 +2,12 @@
 
 import json
 from collections.abc import Callable
+from typing import NoReturn
 
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from rsup.supervisor.rest.context import RestContext
 from rsup.supervisor.rest.guards import MAX_BODY_BYTES
 from tests.rest.played import TOKENS, PlayedSupervisor, Served
 from tests.rest.test_rest_jobs import EVIL_PATH, problem_of
@@ -209,6 +214,24 @@ def test_readiness_follows_loop_and_store(served: Served, played: PlayedSupervis
     played.store_problem, played.loop_age = "", 60.0
     assert "60 s" in problem_of(client.get("/readyz"), 503)
     assert client.get("/healthz").status_code == 200
+
+
+def test_metrics_say_what_readiness_says_also_where_the_store_is_away(
+    served: Served, played: PlayedSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = served.client()
+    for problem, age_s, value in (("", 0.1, 1), ("may only be read now", 0.1, 0), ("", 60.0, 0)):
+        played.store_problem, played.loop_age = problem, age_s
+        assert f"\nrsup_ready {value}\n" in client.get("/metrics").text
+    monkeypatch.setattr(RestContext, "reading", _no_answer)
+    assert client.get("/metrics").status_code == 503
+    played.store_problem = "does not answer"
+    text = client.get("/metrics").text
+    assert "\nrsup_ready 0\n" in text and "rsup_messages_dropped_total 3" in text and "rsup_jobs" not in text
+
+
+def _no_answer(context: RestContext) -> NoReturn:
+    raise OperationalError("SELECT 1", {}, Exception("the server is away"))
 
 
 def test_metrics_are_prometheus_text(served: Served) -> None:

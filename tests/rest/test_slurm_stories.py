@@ -2,17 +2,24 @@
 
 import json
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rsup.launcher import cli
 from rsup.supervisor import places
-from rsup.supervisor.database import DATABASE_NAME
+from rsup.supervisor.database import DATABASE_NAME, reader_engine
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.records import CaseSaved, EventLogged, JobKey
+from rsup.supervisor.rest.app import make_app
+from rsup.supervisor.rest.context import RestContext
+from rsup.supervisor.rest.server import RestServer
 from rsup.supervisor.sql_store import SqlStore
-from tests.rest.story import at, saved
+from rsup.supervisor.standby_page import StandbyPage
+from tests.rest.played import TOKENS, PlayedSupervisor, book
+from tests.rest.story import EVIL, at, saved, whole_story
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
@@ -120,3 +127,93 @@ def test_a_state_directory_of_somebody_else_is_one_line(
 def test_devices_say_where_the_history_of_slurm_jobs_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keep(home / "slurm/gpu-1", "1", 10)
     assert "slurm/CLUSTER-JOB, see `rsup db merge`" in told(capsys, "devices", "timeline", "GPU-1", code=1)[1]
+
+
+@pytest.fixture
+def sockets(home: Path, own_directories: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`RSUP_SOCKET_DIR`; who asks there is ann, who is no operator."""
+    folder, token = own_directories / "sockets", own_directories / "ann"
+    folder.mkdir()
+    token.write_text(TOKENS["user"])
+    token.chmod(0o600)
+    monkeypatch.setenv("RSUP_SOCKET_DIR", str(folder))
+    monkeypatch.setenv("RSUP_TOKEN_FILE", str(token))
+    return folder
+
+
+def listening(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(path))
+    bound.listen()
+    return bound
+
+
+@pytest.fixture
+def shared(sockets: Path, own_directories: Path) -> "Iterator[tuple[PlayedSupervisor, RestServer]]":
+    """A supervisor of this host that has ann's and bob's jobs, at a socket and over TCP."""
+    path = places.make_state_dir(own_directories / "shared") / DATABASE_NAME
+    store = SqlStore.open(path, holder=LeaseHolder.this_process("test"), alone_may_migrate=True)
+    store.commit(whole_story())
+    played = PlayedSupervisor(store=store)
+    local = listening(sockets / "rest.sock")
+    server = RestServer("127.0.0.1", 0, local=local)
+    context = RestContext(reader_engine(path), played.submit, book(), played, server.allowed_hosts, 0.2, played.change_hardware)
+    played.rest = server.address
+    server.start(make_app(context))
+    yield played, server
+    server.stop()
+    local.close()
+    context.engine.dispose()
+    store.close()
+
+
+def test_the_hosts_supervisor_is_asked_also_by_who_has_a_store_of_ones_own(
+    home: Path, shared: tuple[PlayedSupervisor, RestServer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any launch without it leaves such a store, and any SLURM job a directory. Of bob's jobs ann sees no times."""
+    keep(home, "mine", 50)
+    keep(home / "slurm/gpu-4711", "4711", 90)
+    found = json.loads(told(capsys, "jobs", "--json")[0])
+    by_id = {job["id"]: job for job in found}
+    assert {EVIL, "t1", "mine", "4711"} <= set(by_id) and "created" not in by_id[EVIL]
+    assert by_id["mine"]["state_dir"] == str(home) and "state_dir" not in by_id["t1"]
+    assert [job["id"] for job in found].index("4711") < [job["id"] for job in found].index("mine")
+    for job, text in (("mine", f"launched without this host's supervisor, is in {home}"), ("4711", "of this SLURM job is in")):
+        out, err = told(capsys, "status", job, "--json")
+        assert json.loads(out)["job"]["id"] == job and text in err
+    out, err = told(capsys, "status", "t1", "--json")
+    assert json.loads(out)["job"]["owner"] == "ann" and err == ""
+    assert "ann may not quarantine node n1" in told(capsys, "nodes", "quarantine", "n1", "--reason", "x", code=1)[1]
+    assert "has ended" in told(capsys, "stop", "t1", code=1)[1], "which that supervisor says"
+    assert "no supervisor runs" in told(capsys, "stop", "mine", code=1)[1]
+    for words in (["devices", "list"], ["nodes", "list"]):
+        assert told(capsys, *words)[1] == "", "and no private store is read"
+    monkeypatch.setenv("RSUP_STATE_DIR", str(home))
+    out, err = told(capsys, "jobs", "--json")
+    assert [job["id"] for job in json.loads(out)] == ["mine"], "as asked"
+    assert err == f"rsup: no supervisor runs on {home}; reading the store\n"
+
+
+def test_on_the_host_of_one_that_stands_by_the_leader_answers(
+    home: Path,
+    sockets: Path,
+    shared: tuple[PlayedSupervisor, RestServer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    leads = shared[1]
+    stands_by = StandbyPage(
+        "127.0.0.1:0",
+        lambda: (f"this supervisor stands by: the one at {leads.address}", leads.address),
+        listening(sockets / "rest.sock"),
+    )
+    try:
+        assert EVIL in {job["id"] for job in json.loads(told(capsys, "jobs", "--json")[0])}
+        assert "has ended" in told(capsys, "stop", "t1", code=1)[1]
+        monkeypatch.delenv("RSUP_TOKEN_FILE")
+        monkeypatch.setenv("RSUP_MUNGE_SOCKET", "/nowhere")
+        said = told(capsys, "jobs", code=1)[1]
+        assert f"rest.sock stands by, and the one at {leads.address} leads: " in said and "RSUP_TOKEN_FILE" in said
+    finally:
+        stands_by.stop()

@@ -13,9 +13,11 @@ from rsup.supervisor import places, wire
 from rsup.supervisor.database import DATABASE_NAME, reader_engine
 from rsup.supervisor.job_selector import find_job
 from rsup.supervisor.records import JobSaved
+from rsup.supervisor.report_story import incidents_section
 from rsup.supervisor.report_text import report_text
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.status_text import status_text
+from rsup.supervisor.training_text import at_risk_line
 from rsup.supervisor.views import job_status
 from tests.core.in_process_driver import InProcessDriver
 from tests.core.job_driver import START_US
@@ -109,6 +111,32 @@ def test_why_the_ranks_left_and_that_nothing_is_at_risk_any_more(store: SqlStore
     assert (status["left"]["kind"], status["left"]["iteration"], status["left"]["durable"]) == ("duration", 45, True)
     text = status_text(status)
     assert "the ranks left on purpose after iteration 45, after a durable save: --exit-duration-in-mins 2 is over" in text
+    status["left"] |= {"kind": "finished", "reason": "all 45 iterations are done"}
+    assert "training is finished, after a durable save: all 45 iterations are done" in status_text(status)
+    risk = {"iterations": 0, "since_iteration": 0, "about_s": None}
+    fresh = {**status, "job": {**status["job"], "ended": None}, "work": {**status["work"], "at_risk": risk, "durable": None}}
+    assert at_risk_line(fresh).startswith("at risk: nothing yet; no iteration is saved"), "a restart without a checkpoint"
+    assert "all is saved" not in report_text(fresh)
+    fresh["job"]["ended"] = "then"
+    assert at_risk_line(fresh) == "not saved: anything of what was done up to iteration 45"
+
+
+def test_what_went_wrong_beside_incidents_is_told(store: SqlStore) -> None:
+    driver = training_job()
+    status = status_of(store, driver, 100)
+    status |= {"incidents": [], "cases": []}
+    assert "Nothing went wrong that rsup noticed." in report_text(status)
+    text = "rank 1 (CPU-8c7e-1, node-a) 15.9x slower in forward-compute"
+    slow = {"attempt": 1, "first_iteration": 481, "last_iteration": 800, "goes_on": False, "device": "CPU-8c7e-1", "cause": ""}
+    status["stragglers"] = {"episodes": [{**slow, "text": text}], "num_episodes": 3}
+    told = report_text(status)
+    assert "Nothing went wrong" not in told and "Slow ranks: 3 episodes, the newest 1:" in told
+    assert "  attempt 1, iterations 481 to 800: rank 1 (CPU, node-a) 15.9x slower" in told
+    assert "no incident<" in incidents_section(status)
+    status["stragglers"] = {"episodes": [], "num_episodes": 0}
+    assert "nothing went wrong" in incidents_section(status)
+    status["work"]["saves"] |= {"failed": 2}
+    assert "2 failed saves" in report_text(status) and "Nothing went wrong" not in report_text(status)
     assert "at risk" not in text and "not saved" not in text
 
 

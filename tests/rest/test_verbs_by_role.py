@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rsup.supervisor import node_tokens
+from rsup.supervisor import munge, node_tokens
 from rsup.supervisor.agent_admission import Admission
 from rsup.supervisor.identities import Identities
 from rsup.supervisor.peer_identity import Peers
@@ -335,20 +335,26 @@ def test_a_munge_credential_is_good_once_for_one_request_to_one_supervisor(cast:
     assert me == {"name": OTHER, "role": "user"}
     assert cast.call("other", f"status {OWNER}/j1 --json --supervisor {rest}")["code"] == 0
     assert cast.operator.do("rest", path="/supervisor", url=rest)["answer"]["principal"]["role"] == "operator"
+    posted = cast.other.do("rest", path="/nodes/n1/quarantine?x=%C3%A9+1", body={"reason": "ö"}, url=rest)
+    assert "no node 'n1'" in posted["detail"], "query and body are those that the credential was made for"
 
     def ask(payload: str, path: str = "/api/v1/supervisor", times: int = 1) -> list[Json]:
         credential = cast.other.do("credential", payload=payload)["credential"]
         return [cast.other.do("raw", url=f"{rest}{path}", authorization=f"Munge {credential}") for _ in range(times)]
 
     host = shared_host.host_name()
-    good = f"rsup-rest {host}:{port} GET /api/v1/supervisor"
+    here = f"http://{host}:{port}"
+    good = munge.rest_payload(here, "GET", "/api/v1/supervisor")
     assert [answer["status"] for answer in ask(good, times=2)] == [200, 401]
     assert "used before" in ask(good, times=2)[1]["body"]
     for bad in (
-        f"rsup-rest {host}:{int(port) + 1} GET /api/v1/supervisor",
-        f"rsup-rest 192.0.2.7:{port} GET /api/v1/supervisor",
-        f"rsup-rest {host}:{port} POST /api/v1/supervisor",
-        f"rsup-rest {host}:{port} GET /api/v1/jobs",
+        munge.rest_payload(f"http://{host}:{int(port) + 1}", "GET", "/api/v1/supervisor"),
+        munge.rest_payload(f"http://192.0.2.7:{port}", "GET", "/api/v1/supervisor"),
+        munge.rest_payload(here, "POST", "/api/v1/supervisor"),
+        munge.rest_payload(here, "GET", "/api/v1/jobs"),
+        munge.rest_payload(here, "GET", "/api/v1/supervisor", "limit=1"),
+        munge.rest_payload(here, "GET", "/api/v1/supervisor", "", b"{}"),
+        good.rpartition(" ")[0],
         f"rsup-rpc {host}:{port} agent-a",
         "",
     ):

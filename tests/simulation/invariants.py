@@ -16,7 +16,9 @@ from rsup.supervisor.records import (
     EvidenceSaved,
     JobKey,
     JobSaved,
+    MetricsSaved,
     Record,
+    StragglerSaved,
     SubjectSaved,
 )
 from rsup.supervisor.states import JobState, decode
@@ -35,6 +37,8 @@ class Watcher:
         self.saved: dict[JobKey, JobSaved] = {}
         self.checkpoints: Counter[tuple[JobKey, int, int]] = Counter()
         self.acked: dict[str, int] = {}
+        self.numbers: Counter[JobKey] = Counter()
+        self.episodes: dict[tuple[JobKey, int], StragglerSaved] = {}
         self.cases: dict[str, CaseSaved] = {}
         self.evidence: dict[str, EvidenceSaved] = {}
         self.states: dict[str, str] = {}
@@ -58,6 +62,10 @@ class Watcher:
                 story.append(record)
             elif isinstance(record, CheckpointSaved):
                 self.checkpoints[record.job, record.attempt, record.iteration] += 1
+            elif isinstance(record, MetricsSaved):
+                self.numbers[record.job] += 1
+            elif isinstance(record, StragglerSaved):
+                self._episode(record)
             elif isinstance(record, CaseSaved):
                 before = self.cases.get(record.case_id)
                 assert before is None or before.verdict in ("", record.verdict), f"{before} became {record}"
@@ -79,6 +87,17 @@ class Watcher:
         assert (stored is not None and (stored.verdict or not answer.verdict)) or any(
             (fact.report.case_id, fact.report.verdict) == (answer.case_id, answer.verdict) for fact in spooled
         ), f"{agent.agent_id} called {answer} stored: {stored}"
+
+    def _episode(self, record: StragglerSaved) -> None:
+        """Episodes are numbered through, and go on until they are over."""
+        before = self.episodes.get((record.job, record.episode))
+        if before is None:
+            assert record.episode == 1 + sum(job == record.job for job, _ in self.episodes), record
+        else:
+            assert (before.attempt, before.rank, before.device) == (record.attempt, record.rank, record.device), record
+            assert before.to_us is None and record.num_reports >= before.num_reports, f"{before} became {record}"
+        assert "none" not in record.device and record.node != "nowhere", "a rank's word about another's device"
+        self.episodes[record.job, record.episode] = record
 
     def _cases_are_bounded(self, state: JobState) -> None:
         assert len(state.cases) <= MAX_OPEN and state.case_restarts <= MAX_RESTARTS
@@ -207,11 +226,20 @@ class Watcher:
         assert said == told, (
             f"{agent.agent_id} said {said - told} that is not told, and {told - said} is told that it did not say"
         )
+        self._check_numbers(agent)
         exits = sum(isinstance(fact, wire.RankExited) for fact in agent.facts[:delivered])
         logged = sum(event.kind == "RankExited" for event in story)
         assert exits == logged, f"{agent.agent_id}: {exits} exits delivered, {logged} in the story"
         if agent.gone and agent.refused is None:
             assert not len(agent.spool), f"the keeper of {agent.agent_id} could not deliver"
+
+    def _check_numbers(self, agent: SimAgent) -> None:
+        """What was taken of numbers is no more than was told: nothing counts twice."""
+        key = next((key for key in self.saved if (key.job_id, key.run) == (agent.job_id, agent.run)), None)
+        if key is not None:
+            agents = [one for one in self.world.agents.values() if (one.job_id, one.run) == (key.job_id, key.run)]
+            told = sum(isinstance(fact, wire.MetricsReported) for one in agents for fact in one.facts)
+            assert self.numbers[key] <= told, f"{self.numbers[key]} were taken of {told}"
 
     def _check_results(self) -> None:
         for key, record in self.saved.items():
@@ -220,6 +248,8 @@ class Watcher:
                     continue
                 own_word = agent.result is None or "could not be told" in agent.result.reason or agent.state.signum
                 requeued = agent.exit_code == wire.EXIT_REQUEUE
-                assert own_word or requeued or agent.exit_code == record.exit_code, (
+                # it said Hello twice while nobody answered: the first was refused, the second came when there was room
+                refused = agent.refused is not None and agent.exit_code == agent.refused.exit_code
+                assert own_word or requeued or refused or agent.exit_code == record.exit_code, (
                     f"{agent.agent_id} exits {agent.exit_code}, the job {record.exit_code}: {record.reason}"
                 )

@@ -6,6 +6,7 @@ again after 2 s without an acknowledgement, numbered anew when a supervisor with
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from rsup.launcher import process_events as ev
@@ -17,6 +18,7 @@ from rsup.launcher.process_state import Settings
 from rsup.launcher.spool import Spool
 from rsup.launcher.visible_devices import VisibleList
 from rsup.supervisor import wire
+from rsup.supervisor.wire import MetricBin
 from tests.simulation.sim_training import SimRank, Training
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class SimAgent:
         self.acked_seen = 0
         self.ack_moved_s = 0.0
         self.num_notes = 0
+        self.dice = random.Random(f"numbers of {info.agent_id}")  # of its own: the seeds' worlds stay what they were
         self.tick()
 
     @property
@@ -249,6 +252,19 @@ class SimAgent:
         self.facts.append(fact)
         self.tick()
 
+    def _tell_numbers(self) -> None:
+        """A rank tells numbers of the training, and who is slow; both go back with the training."""
+        if not self.live_attempt or not self.training.iteration:
+            return
+        local_rank = self.dice.randrange(len(self.ranks))
+        done, rank = self.training.iteration, self.ranks[local_rank]
+        value = MetricBin.of(done, self.world.now_us(), 8 * done, self.dice.choice([1.0, float("nan"), 5e-324]))
+        series = {name: [value] for name in ("loss", f"of rank {rank.rank}")}
+        slow = [wire.Straggler(0, "GPU-none", "nowhere", "step", 2.0, 0.5)]
+        report = wire.StragglerReport(done, done, 1, stragglers=slow if self.dice.random() < 0.9 else [])
+        for message in (wire.RankMetrics("training", series), wire.RankStragglers(report)):
+            self.feed(ev.RankMessage(self.state.attempt, local_rank, message))
+
     # -------------------------------------------------------------------------------------------------------------- link
 
     @property
@@ -276,6 +292,8 @@ class SimAgent:
             if self.world.random.random() < 0.02 and not self.finished:
                 self.num_notes += 1
                 self.feed(ev.Noticed("info", f"note {self.num_notes} of {self.agent_id}"))
+            if self.dice.random() < 0.1 and not self.finished:
+                self._tell_numbers()
         if not self.finished:
             self._say()
             self.world.after(TICK_S, self.tick)

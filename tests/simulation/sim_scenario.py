@@ -36,6 +36,8 @@ class Scenario:
         for name in names:
             hint = int(name[1:]) if self.spec.max_nodes > 1 and rng.random() < 0.5 and int(name[1:]) < self.num_nodes else -1
             self.world.after(rng.uniform(0.0, 3.0), lambda name=name, hint=hint: self._join(name, hint))  # type: ignore[misc]
+        for at_s, kind in ((6.0, "stragglers-on"), (9.0, "stragglers-off"), (12.0, "stragglers-on")):
+            self.world.after(at_s, lambda kind=kind: self.world.ask("job", kind))  # type: ignore[misc]
         if not self.quiet:
             self._plan_disasters(names)
 

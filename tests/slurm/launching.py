@@ -3,11 +3,13 @@
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from rsup.launcher.slurm.node_settings import boot_id
 from tests.slurm.cluster import Cluster
 
 ANN, BEN = 20001, 20002
@@ -36,17 +38,19 @@ def script(cluster: Cluster, text: str, name: str) -> Path:
 
 def snapshot(root: Path, nodes: Mapping[str, str], mode: str = "enforce") -> None:
     """A node's files below `root` (RSUP_NODE_ROOT): settings, the supervisor's key, and a snapshot that refuses these nodes,
-    with a reason for each."""
+    with a reason for each, and that was confirmed just now."""
     key = Ed25519PrivateKey.generate()
     public = key.public_key().public_bytes_raw()
     listed = {name: {"verdict": "refuse", "state": "quarantined", "id": "Q-7", "reason": why} for name, why in nodes.items()}
     content = {"schema": 1, "cluster": "rsup", "serial": 1, "made_us": 0, "num_nodes": 4, "max_refused": 2, "guard_open": False}
     body = json.dumps({**content, "nodes": listed, "devices": {}}).encode()
     head = f"rsup-snapshot 1 {hashlib.sha256(public).hexdigest()[:16]} {base64.b64encode(key.sign(body)).decode()}\n"
+    confirmed = {"boot_id": boot_id(), "boottime_s": time.clock_gettime(time.CLOCK_BOOTTIME), "serial": 1, "etag": '"1"'}
     for path, data in (
         ("etc/rsup/node.toml", f'mode = "{mode}"\n'.encode()),
         ("etc/rsup/supervisor.pub", base64.b64encode(public) + b"\n"),
         ("run/rsup/snapshot", head.encode() + body),
+        ("run/rsup/confirmed.json", json.dumps(confirmed).encode()),
     ):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(data)

@@ -70,6 +70,14 @@ class NodeSide:
     def tell(self, **content: Any) -> None:
         """A snapshot that was fetched just now."""
         self.places.snapshot.write_bytes(self.signer.snapshot(**content))
+        self.confirm(content.get("serial", BODY["serial"]))
+
+    def confirm(self, serial: int, age_s: float = 0.0) -> None:
+        """A supervisor said so long ago that this one is its newest."""
+        told_s = time.clock_gettime(time.CLOCK_BOOTTIME) - age_s
+        self.places.confirmed.write_text(
+            json.dumps({"boot_id": boot_id(), "boottime_s": told_s, "serial": serial, "etag": f'"{serial}"'})
+        )
 
     def boards(self, boards: Mapping[str, list[str]], boot: str = "") -> None:
         """The inventory: UUIDs by index."""

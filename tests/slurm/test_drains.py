@@ -115,6 +115,13 @@ def test_the_guard_trips_at_its_limit_and_never_holds_up_a_release(slurm: Cluste
     assert not drained(slurm, "n3")
     daemon.rsup("nodes", "drain", "n3", "--reason", "fan", "--beyond-guard")
     assert drained(slurm, "n3") == "rsup:root: fan" and daemon.snapshot()["max_refused"] == 3
+    daemon.rounds()
+    seen = read_snapshot(
+        daemon.client.get("/api/v1/gate/snapshot").content,
+        public_key_of((daemon.folder / "state" / "signing-key.pub").read_bytes()),
+    )
+    assert len(seen.refused_nodes) == 2, "gates would believe nothing of one that refuses three of four"
+    assert "but not by gates: they would not believe" in daemon.rsup("slurm", "status")
     daemon.rsup("nodes", "undrain", "n3", "--reason", "done")
     slurm.start_controller_anew()  # nobody has ended our drains: SLURM has lost them
     daemon.wait(lambda: bool(drained(slurm, "n0") and drained(slurm, "n1")), "both to be drained again")

@@ -109,6 +109,14 @@ def test_a_bad_gpu_keeps_off_the_jobs_that_got_it_and_no_others(site: Site) -> N
     assert site.starts("n1", gpus=1) and site.starts("n2"), "index 0 is healthy, a suspect is only avoided"
     assert site.slurm.run("srun", "-w", "n1", "echo", "begun").stdout == "begun\n", "a job without GPUs"
 
+    # A quarantine by reservation is where the supervisor wants its node tested, also where the gate enforces.
+    quarantine = ["reservationname=rsup_q_n1", "nodes=n1", "starttime=now", "duration=infinite", "users=root"]
+    site.slurm.run("scontrol", "create", "reservation", *quarantine, "flags=maint,ignore_jobs")
+    test = site.slurm.run("srun", "-w", "n1", "--gres=gpu:4", "--reservation=rsup_q_n1", "echo", "begun", check=False)
+    assert test.stdout == "begun\n", test.stderr
+    site.slurm.run("scontrol", "delete", "reservationname=rsup_q_n1")
+    site.is_idle("n1")
+
     node.settings(mode="observe")
     assert site.starts("n1")
     observed = node.refusals()[-1]

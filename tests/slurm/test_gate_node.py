@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from rsup.launcher.slurm import epilog, gate, healthcheck, node_devices, node_link, node_round, prolog
+from rsup.launcher import cli
+from rsup.launcher.slurm import epilog, gate, healthcheck, node_devices, node_link, node_round, prolog, slurm_verb
 from rsup.launcher.slurm.hook_text import HOOKS, hook_text
 from rsup.launcher.slurm.install import main as install
 from rsup.launcher.slurm.node_devices import DriverHangs, Found, read_devices
 from rsup.launcher.slurm.node_settings import NodeProblem, NodeSettings, boot_id, read_settings, read_trusted
 from rsup.launcher.slurm.node_spool import NodeEvent, NodeSpool
 from rsup.supervisor.slurm.signing import load_key
-from rsup.supervisor.wire import UsageError
+from rsup.supervisor.wire import EXIT_USAGE, UsageError
 from tests.slurm.node_side import NodeSide, Signer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -108,12 +109,24 @@ def test_the_epilog_spools_xids_before_it_asks_a_driver_that_may_hang(node: Node
 def test_the_gate_loads_nothing_heavy_and_is_closed_to_the_users_python(node: NodeSide, tmp_path: Path) -> None:
     node.tell()
     (tmp_path / "json.py").write_text("raise SystemExit(1)")
-    script = "import sys; from rsup.launcher.slurm import prolog; print(prolog.main([]), *sorted(sys.modules))"
     environ = {**node.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-I", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
-    words = done.stdout.splitlines()[-1].split()
-    assert words[0] == "0" and "cryptography" in words
-    assert not {"msgspec", "zmq", "sqlalchemy", "fastapi", "torch", "ssl", "http.client", "asyncio", "subprocess"} & set(words)
+    for main in (
+        "from rsup.launcher.slurm import prolog; code = prolog.main([])",
+        "from rsup.launcher import cli; code = cli.main(['gate'])",
+        "from rsup.launcher import cli; code = cli.main(['slurm', 'prolog'])",
+    ):
+        script = f"import sys; {main}; print(code, *sorted(sys.modules))"
+        done = subprocess.run([sys.executable, "-I", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
+        words = done.stdout.splitlines()[-1].split()
+        assert words[0] == "0" and "cryptography" in words
+        heavy = {"msgspec", "zmq", "sqlalchemy", "fastapi", "torch", "ssl", "http.client", "asyncio", "subprocess"}
+        slow = {"dataclasses", "socket", "argparse", "traceback"}  # a fifth of the time together
+        assert not (heavy | slow) & set(words), main
+
+
+def test_the_exit_code_of_wrong_usage_is_one() -> None:
+    """The command has it without loading `wire`, which takes the gate's time."""
+    assert cli.EXIT_USAGE == slurm_verb.EXIT_USAGE == gate.EXIT_USAGE == EXIT_USAGE
 
 
 def test_rsup_gate_says_it_by_exit_code(
@@ -167,6 +180,24 @@ def test_the_age_is_the_boot_clocks_and_not_the_walls(node: NodeSide) -> None:
             assert gate.ask(node.environ).exit_code == 1
             node.places.confirmed.write_text(json.dumps(confirmed | {"boottime_s": age_s - 3600}))
             assert gate.ask(node.environ).answer.why == "old"
+    for changes in ({"boot_id": "another"}, {"serial": 6}, {"boottime_s": age_s + 3600}):  # nobody has confirmed this one
+        node.places.confirmed.write_text(json.dumps(confirmed | changes))
+        assert gate.ask(node.environ).answer.line.startswith("rsup:unknown no supervisor has confirmed this snapshot in this")
+    node.places.confirmed.unlink()
+    assert gate.ask(node.environ).answer.why == "old", "the file's own time is no word of a supervisor"
+
+
+def test_in_the_reservation_of_a_quarantine_tests_are_let_in(node: NodeSide) -> None:
+    node.settings(mode="enforce", on_unknown="refuse")
+    node.tell(nodes={"n1": refusal()}, devices={"n1-3": refusal(node="n1")})
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0-3"}
+    assert (
+        node.run("prolog", **job).returncode == 1 and node.run("prolog", **job, SLURM_JOB_RESERVATION="maint").returncode == 1
+    )
+    node.places.snapshot.unlink()
+    done = node.run("prolog", **job, SLURM_JOB_RESERVATION="rsup_q_n1")
+    assert done.returncode == 0 and gate.ask(node.environ | {"SLURM_JOB_RESERVATION": "rsup_q_n2"}).exit_code == 75
+    assert gate.ask(node.environ | {"SLURM_JOB_RESERVATION": "rsup_q_n1"}).answer.why == "test"
 
 
 def test_files_that_others_may_write_are_not_believed(node: NodeSide) -> None:
@@ -242,7 +273,11 @@ def test_install_writes_once_and_says_what_is_unsafe(
     assert install([*words, "--dry-run"]) == 0 and not (tmp_path / "etc").exists()
     assert install(words) == 0, "what slurm.conf lacks is said, and is no fault of this"
     text = capsys.readouterr().out
-    assert "unsafe: PrologFlags lacks" in text and "PrologFlags=Alloc,DeferBatch" in text and "missing  /etc/rsup/token" in text
+    assert (
+        "unsafe: PrologFlags lacks" in text
+        and "PrologFlags=Alloc,DeferBatch" in text
+        and f"missing  {tmp_path}/etc/rsup/token" in text
+    )
     settings = read_settings(tmp_path / "etc/rsup/node.toml")
     assert (settings.supervisor, settings.mode, settings.problem) == (("http://ctl:29600",), "observe", "")
     assert f"PYTHON={pythons[0]}\n" in (tmp_path / "usr/libexec/rsup/prolog").read_text()
@@ -396,8 +431,12 @@ def test_a_round_fetches_verifies_and_delivers(node: NodeSide, supervisor: Stand
     assert node.events() == []
 
     assert go()[0] == [] and supervisor.requests[-1] == ("GET", '"7"'), "asked conditionally, nothing new to tell"
+    before = node.places.snapshot.read_bytes()
     supervisor.etag, supervisor.data = '"8"', node.signer.snapshot(serial=8)
     assert go()[0] == [] and gate.ask(node.environ).exit_code == 0, "released"
+    node.places.snapshot.write_bytes(before)  # as between the two writes
+    assert gate.ask(node.environ).exit_code == 1, "either of them is confirmed while one takes the place of the other"
+    assert go()[0] == [] and gate.ask(node.environ).exit_code == 0
 
     # A board that was there in this boot and is gone is told, once; it stays in the inventory.
     node.places.devices.write_text(json.dumps([{"uuid": f"n1-{index}"} for index in (0, 2, 3)]))
@@ -432,6 +471,12 @@ def test_what_a_round_does_not_believe_and_does_not_lose(node: NodeSide, supervi
     problems, _ = go()
     assert problems == ["event bad dropped: what is that?"] and node.events() == []
     assert sum(len(report["events"]) for report in supervisor.reports) == 6
+
+
+def test_a_list_of_devices_that_cannot_be_used_is_named_as_what_it_is(node: NodeSide, supervisor: StandIn) -> None:
+    node.places.devices.write_text('[{"uuid": "n1-0", "index": 0}]')
+    problems, _ = go()
+    assert problems[0].startswith(f"{node.places.devices}: record 0: unknown key 'index'; the place in the list is the index")
 
 
 def test_a_gate_that_is_blind_says_so(node: NodeSide, supervisor: StandIn) -> None:
@@ -472,7 +517,7 @@ def test_a_token_that_no_node_should_have(node: NodeSide, supervisor: StandIn) -
         path.chmod(mode)
         supervisor.token = token
         problems, words = go()
-        assert len(problems) == 1 and problems[0].startswith(f"/etc/rsup/token {said}") and "snapshot 7" in words[1], problems
+        assert len(problems) == 1 and problems[0].startswith(f"{path} {said}") and "snapshot 7" in words[1], problems
     path.chmod(0o600)
     assert go()[0] == []
 

@@ -71,10 +71,11 @@ class PostgresServer:
         log = self.folder / "log"
         raise RuntimeError(f"{command}: {said.decode()} {log.read_text() if log.exists() else ''}")
 
-    def new_database(self) -> str:
+    def new_database(self, encoding: str = "UTF8") -> str:
         """URL of a fresh, empty database."""
         name = f"t{uuid.uuid4().hex[:12]}"
-        self._run(["createdb", "-h", str(self.folder), "-U", "rsup", name])
+        other = [] if encoding == "UTF8" else ["-E", encoding, "-T", "template0"]
+        self._run(["createdb", "-h", str(self.folder), "-U", "rsup", *other, name])
         return f"postgresql://rsup@/{name}?host={self.folder}"
 
     def stop_at_once(self) -> None:

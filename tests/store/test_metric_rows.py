@@ -18,19 +18,21 @@ from rsup.supervisor.records import MetricsSaved, Record, StragglerSaved
 from rsup.supervisor.retention import DAY_US, Limits
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError
-from rsup.supervisor.wire import MAX_METRICS_A_KIND, MetricBin, thinned
+from rsup.supervisor.wire import MAX_BIN_COUNT, MAX_METRICS_A_KIND, MetricBin, thinned
 
 KEY = job_key()
 
 
-def told(first: int, last: int, *, attempt: int = 1, rank: int = 0, kind: str = "training", **values: Any) -> MetricsSaved:
+def told(
+    first: int, last: int, *, attempt: int = 1, rank: int = 0, kind: str = "training", entry: int = 0, **values: Any
+) -> MetricsSaved:
     """A value of each iteration from `first` to `last`: a function of it, or its square root where none is given."""
     functions = values or {"lm_loss": math.sqrt}
     series = {
         name: [MetricBin.of(i, 1000 * attempt + i, 8 * i, function(i)) for i in range(first, last + 1)]
         for name, function in functions.items()
     }
-    return MetricsSaved(KEY, attempt, rank, kind, series)
+    return MetricsSaved(KEY, attempt, rank, kind, series, entry)
 
 
 @pytest.fixture
@@ -144,21 +146,64 @@ def test_many_series_are_thinned_a_few_at_a_time(store: SqlStore, sql_target: Pa
     store.commit([told(1, 401, **names)])
     longer = [row for row in rows(sql_target, tables.metric_series) if row["num_points"] > short]
     assert len(longer) == 2
-    store.commit([told(402, 402, **names)])
-    assert all(row["num_points"] <= short for row in rows(sql_target, tables.metric_series))
+    store.commit([told(1, 1, another=float)])
+    assert all(row["num_points"] <= short for row in rows(sql_target, tables.metric_series)), "also if they are not told again"
+
+
+def test_the_longest_come_first_and_none_grows_without_end(
+    store: SqlStore, sql_target: Path | str, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {f"s{n}": float for n in range(5)}
+    monkeypatch.setattr(metric_rows, "MAX_THINNED_AT_ONCE", 0)  # as if a flood left no time
+    store.commit([told(1, 450, **names)])
+    store.commit([told(451, 500, s4=float)])
+    for first in range(501, 1001, 100):
+        store.commit([told(first, first + 99, s3=float, s4=lambda i: -5.0 if i == 950 else float(i))])
+    lengths = {row["name"]: row["num_points"] for row in rows(sql_target, tables.metric_series)}
+    assert lengths == {"s0": 450, "s1": 450, "s2": 450, "s3": 750, "s4": 800}
+    assert len(rows(sql_target, tables.metric_points)) == sum(lengths.values()), "they are counted right"
+    of_s4 = [row for row in rows(sql_target, tables.metric_points) if row["name"] == "s4"]
+    last = of_s4[-1]
+    assert (last["iteration"], last["low"], last["last"]) == (1000, -5.0, 1000.0), "nothing is lost but resolution"
+    assert sum(row["count"] for row in of_s4) == 1000
+    monkeypatch.setattr(metric_rows, "MAX_THINNED_AT_ONCE", 2)
+    store.commit([told(1, 1, another=float)])
+    assert {row["name"] for row in rows(sql_target, tables.metric_series) if row["num_points"] > short} == {"s0", "s1", "s2"}
+
+
+def test_who_resumes_within_a_thinned_point_keeps_what_lies_before(store: SqlStore, sql_target: Path | str, short: int) -> None:
+    store.commit([told(1, 401)])
+    wide = rows(sql_target, tables.metric_points)[50]
+    assert wide["count"] == wide["iteration"] - wide["first"] + 1 > 1
+    middle = wide["first"] + 1
+    store.commit([told(middle, middle + 1, attempt=2)])
+    points = rows(sql_target, tables.metric_points)
+    assert sum(point["count"] for point in points) == middle + 1
+    assert [(one["first"], one["iteration"], one["count"]) for one in points[-3:]] == [
+        (wide["first"], middle - 1, 1), (middle, middle, 1), (middle + 1, middle + 1, 1),
+    ]  # fmt: skip
+    assert rows(sql_target, tables.metric_series)[0]["num_points"] == len(points)
+
+
+def test_numbers_at_the_edges_are_kept_and_read(store: SqlStore, sql_target: Path | str, short: int) -> None:
+    many = [MetricBin(4 * i, 4 * i + 1, 1, 2**62 - 1, 1.0, 1.0, 1.0, 1.0, MAX_BIN_COUNT) for i in range(401)]
+    store.commit([MetricsSaved(KEY, 1, 0, "training", {"x": many, "tiny": [MetricBin.of(1, 1, 1, 5e-324)]})])
+    assert len(rows(sql_target, tables.metric_points)) < 401 and curve(sql_target, "x", points=1)[0][2] == 1.0
+    assert max(row["count"] for row in rows(sql_target, tables.metric_points)) == MAX_BIN_COUNT
+    assert curve(sql_target, "tiny")[0][2:5] == [0.0, 0.0, 0.0]
 
 
 def test_what_is_not_finite_is_counted_and_leaves_a_gap(store: SqlStore, sql_target: Path | str) -> None:
     odd = {2: math.nan, 3: math.inf, 4: -math.inf}
     store.commit([told(1, 6, lm_loss=lambda i: odd.get(i, float(i)))])
     store.commit([told(7, 7, lm_loss=lambda i: math.nan)])
-    assert [point[2:] for point in curve(sql_target)] == [
+    assert [point[2:5] for point in curve(sql_target)] == [
         [1.0, 1.0, 1.0], [None, None, None], [None, None, None], [None, None, None], [5.0, 5.0, 5.0], [6.0, 6.0, 6.0],
         [None, None, None],
     ]  # fmt: skip
     assert newest(sql_target)["training"]["lm_loss"]["value"] is None
     (whole,) = curve(sql_target, points=1)
-    assert whole == [7, 1007, 4.0, 1.0, 6.0]
+    assert whole == [7, 1007, 4.0, 1.0, 6.0, 1, 4]
 
 
 def test_names_of_two_kinds_and_of_two_ranks(store: SqlStore, sql_target: Path | str) -> None:
@@ -166,8 +211,14 @@ def test_names_of_two_kinds_and_of_two_ranks(store: SqlStore, sql_target: Path |
     assert [p[2] for p in curve(sql_target, "x")] == [1.0, 2.0, 3.0] and curve(sql_target, "x", kind="energy")[0][2] == 100.0
     store.commit([told(2, 2, rank=1, x=lambda i: 9.0)])
     assert iterations(curve(sql_target, "x")) == [1, 2, 3], "a second teller goes nobody back"
+    store.commit([told(4, 6, rank=1, x=lambda i: 9.0)])
+    assert iterations(curve(sql_target, "x")) == [1, 2, 3] and newest(sql_target)["training"]["x"]["value"] == 3.0
+    assert [row["total"] for row in rows(sql_target, tables.metric_series)] == [300.0, 6.0], "nor does it count twice"
+    store.commit([told(2, 3, rank=1, entry=2, x=lambda i: 7.0)])  # a reserve has the place from this entry on
+    store.commit([told(4, 4, rank=0, entry=1, x=lambda i: 9.0)])  # what the other still had to tell
+    assert [p[:1] + p[2:3] for p in curve(sql_target, "x")] == [[1, 1.0], [2, 7.0], [3, 7.0]]
     many: dict[str, Any] = {f"n{i}": float for i in range(MAX_METRICS_A_KIND + 10)}
-    store.commit([told(4, 4, **many)])
+    store.commit([told(4, 4, rank=1, **many)])
     assert len(newest(sql_target)["training"]) == MAX_METRICS_A_KIND
 
 
@@ -203,6 +254,29 @@ def test_merge_takes_the_newer_curve_as_a_whole_and_slow_ranks_along(tmp_path: P
     store_merge.merge(back, other.change)
     back.dispose()
     assert iterations(curve(tmp_path / "there.db")) == [1, 2, 3, 4, 5], "older curves do not come into newer ones"
+
+
+@pytest.mark.parametrize("newer_is_later", [True, False])
+def test_a_store_that_holds_only_a_later_attempt_adds_to_the_curve(
+    tmp_path: Path, open_store: Any, newer_is_later: bool
+) -> None:
+    early = [told(1, 100, lm_loss=float), told(1, 9, only_early=float)]
+    late = [told(96, 150, attempt=2), told(96, 99, attempt=2, only_late=float)]
+    here, there = (early, late) if newer_is_later else (late, early)
+    store, other = open_store(tmp_path / "here.db"), open_store(tmp_path / "there.db", holder=holder())
+    store.commit([saved(KEY, "ended", ended_us=5000, updated_us=10 if newer_is_later else 20), *here])
+    other.commit([saved(KEY, "ended", ended_us=5000, updated_us=20 if newer_is_later else 10), *there])
+    engine = reader_engine(tmp_path / "there.db")
+    for _ in range(2):
+        store_merge.merge(engine, store.change)
+        found = curve(tmp_path / "here.db")
+        assert [(p[0], p[2]) for p in found] == [(i, float(i) if i < 96 else math.sqrt(i)) for i in range(1, 151)]
+        assert len(curve(tmp_path / "here.db", "only_early")) == 9 and len(curve(tmp_path / "here.db", "only_late")) == 4
+        assert {row["name"]: row["num_points"] for row in rows(tmp_path / "here.db", tables.metric_series)} == {
+            "lm_loss": 150, "only_early": 9, "only_late": 4,
+        }  # fmt: skip
+        assert newest(tmp_path / "here.db")["training"]["lm_loss"]["iteration"] == 150
+    engine.dispose()
 
 
 def test_old_curves_are_forgotten_and_their_last_values_stay(store: SqlStore, sql_target: Path | str) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from postgres_server import PostgresServer
 from sqlalchemy import create_engine, select, text
 from store_story import event, holder, job_key, saved, story
 
 from rsup.supervisor import db_cli, postgres_dump, schema, tables
-from rsup.supervisor.database import find_database, reader_engine
+from rsup.supervisor.database import find_database, note_elsewhere, reader_engine
 from rsup.supervisor.db_cli import main
+from rsup.supervisor.query_source import Sources
 from rsup.supervisor.records import DeviceSeen, NodeSeen, SeatSaved
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError, StoreHeld
@@ -53,7 +55,9 @@ def content(target: Path | str) -> dict[str, list[str]]:
     return found
 
 
-def test_a_store_moves_to_a_server_and_back_unchanged(postgres: str, state: Path, open_store, capsys) -> None:
+def test_a_store_moves_to_a_server_and_back_unchanged(
+    postgres: str, postgres_server: PostgresServer, state: Path, open_store, monkeypatch, capsys
+) -> None:
     fill(state / "rsup.db")
     before = content(state / "rsup.db")
     assert all(before[name] for name in ("jobs", "events", "attempts", "nodes", "devices", "seats"))
@@ -82,6 +86,24 @@ def test_a_store_moves_to_a_server_and_back_unchanged(postgres: str, state: Path
     assert main(["copy", postgres, str(state / "fresh")]) == 0  # a directory that is not there is made, and is one
     assert content(state / "fresh" / "rsup.db") == content(postgres)
 
+    # From server to server: the directory whose note led there must not go on naming what was left.
+    for source in (str(state), postgres_server.new_database()):
+        note_elsewhere(state, source if "://" in source else postgres)
+        if "://" in source:
+            fill(source)
+        new = postgres_server.new_database()
+        assert main(["copy", source, new]) == 0 and find_database(state) == new
+        assert f"{state} find it there" in capsys.readouterr().out
+    note_elsewhere(state, "")
+    monkeypatch.chdir(state)
+    with pytest.raises(UsageError, match=r"nothing called nonsense here: write postgresql://user@host/nonsense .* ./nonsense"):
+        main(["copy", postgres, "nonsense"])
+    with pytest.raises(UsageError, match="there is no store"):
+        main(["copy", str(state / "nothing.db"), str(state / "made")])
+    with pytest.raises(UsageError, match="cannot make the state directory /proc/nope"):
+        main(["copy", postgres, "/proc/nope"])
+    assert not (state / "nonsense").exists() and not (state / "made").exists()
+
     for source, target, why in (
         (state / "rsup.db", postgres, "is not empty"),
         (postgres, state, "is not empty"),
@@ -90,6 +112,50 @@ def test_a_store_moves_to_a_server_and_back_unchanged(postgres: str, state: Path
     ):
         with pytest.raises((StoreError, UsageError), match=why):
             main(["copy", str(source), str(target)])
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_hold_all_names(
+    encoding: str, postgres: str, postgres_server: PostgresServer, state: Path, monkeypatch, capsys
+) -> None:
+    """It is refused at the start in a line, and what is in one already can be brought elsewhere."""
+    bad = postgres_server.new_database(encoding)
+    with pytest.raises(
+        StoreError, match=f"has the encoding {encoding}, and must have UTF8: make another with `createdb -E UTF8"
+    ):
+        SqlStore.open(bad, holder=holder(), alone_may_migrate=False)
+    (state / "full").mkdir()
+    fill(state / "full" / "rsup.db")
+    with pytest.raises(StoreError, match="must have UTF8"):
+        main(["copy", str(state / "full"), bad])
+    engine = create_engine(bad.replace("postgresql:", "postgresql+psycopg:"), connect_args={"client_encoding": "utf8"})
+    with engine.begin() as connection:  # as an older release made it
+        schema.make_fresh(connection)
+    engine.dispose()
+    assert main(["check", "--database-url", bad]) == 1
+    said = capsys.readouterr().out
+    assert "NOT SOUND, schema" in said and f"has the encoding {encoding}" in said
+    monkeypatch.setenv("RSUP_DATABASE_URL", bad)
+    assert Sources(state, "", note=lambda text: None).jobs(5, "", "") == []
+    assert main(["copy", bad, postgres]) == 0
+
+
+def test_what_the_environment_says_of_encodings_changes_nothing(postgres: str, monkeypatch) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "SQL_ASCII")
+    fill(postgres)
+    assert any("漢字" in row for row in content(postgres)["events"])
+
+
+def test_whoever_asks_beside_a_standby_hears_who_leads(postgres: str, state: Path, open_store) -> None:
+    notes: list[str] = []
+    note_elsewhere(state, postgres)
+    store = open_store(postgres)
+    store.announce("tcp://db-2:1", "http://db-2:8650")
+    assert Sources(state, "", note=notes.append).jobs(5, "", "") == []
+    assert "runs elsewhere, pid" in notes[0] and "RSUP_SUPERVISOR_URL=http://db-2:8650 asks it; reading the store" in notes[0]
+    store.close()
+    assert Sources(state, "", note=notes.append).jobs(5, "", "") == []
+    assert notes[1:] == ["no supervisor runs; reading the store"]
 
 
 def test_passwords_are_neither_printed_nor_on_a_command_line(state: Path, monkeypatch, capsys) -> None:
@@ -213,4 +279,72 @@ def test_check_of_a_server_says_who_leads_and_what_is_unsafe(postgres: str, open
     assert any("fsync is off" in note for note in found["notes"])
     store.close()
     assert main(["check", "--database-url", postgres]) == 0
-    assert "which is gone" in capsys.readouterr().out
+    assert "held by nobody now; pid" in capsys.readouterr().out, "the process runs, and has given it up"
+
+
+def test_check_says_that_nothing_can_be_written(postgres: str, open_store, capsys) -> None:
+    store = open_store(postgres)
+    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        name = connection.execute(text("SELECT current_database()")).scalar()
+        connection.execute(text(f"ALTER DATABASE {name} SET default_transaction_read_only = on"))
+    with engine.connect() as connection:
+        assert main(["check", "--database-url", postgres]) == 1
+        said = capsys.readouterr().out
+        assert "sound, but CANNOT BE WRITTEN" in said and "may only be read now" in said and "NOT SOUND" not in said
+        connection.execute(text(f"ALTER DATABASE {name} RESET default_transaction_read_only"))
+        assert main(["check", "--database-url", postgres]) == 0
+        tables_there = connection.execute(text("SELECT count(*) FROM pg_class WHERE relname LIKE 'rsup_check%'")).scalar()
+        assert tables_there == 0, "what was tried is undone"
+    engine.dispose()
+    store.probe()
+
+
+def test_a_mistyped_database_is_left_empty(postgres: str, state: Path, tmp_path: Path) -> None:
+    """Opening a store to write makes it where there is none."""
+    fill(tmp_path / "full.db")
+    (tmp_path / "empty.db").touch()
+    for words in (
+        ["copy", postgres, str(state / "copy.db")],
+        ["upgrade", "--database-url", postgres],
+        ["upgrade", "--no-backup", "--database-url", postgres],
+        ["merge", str(tmp_path / "full.db"), "--database-url", postgres],
+        ["copy", str(tmp_path / "empty.db"), postgres],
+        ["upgrade", "--database-url", f"sqlite:///{tmp_path / 'empty.db'}"],
+    ):
+        with pytest.raises(UsageError, match=r"there is no store in .* yet; check"):
+            main(words)
+    engine = reader_engine(postgres)
+    with engine.connect() as connection:
+        assert schema.read_revision(connection) is None
+    engine.dispose()
+    assert (tmp_path / "empty.db").stat().st_size == 0 and not (state / "copy.db").exists()
+
+
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt(), sqlite3.OperationalError("database or disk is full")])
+def test_a_backup_that_fails_leaves_nothing(postgres: str, state: Path, monkeypatch, ends_by: BaseException) -> None:
+    fill(postgres)
+    whole = db_cli.copy_store
+
+    def fail(read: Any, write: Any, **more: Any) -> None:
+        whole(read, write, **more)
+        raise ends_by
+
+    monkeypatch.setattr(db_cli, "copy_store", fail)
+    with pytest.raises(KeyboardInterrupt if isinstance(ends_by, KeyboardInterrupt) else StoreError):
+        main(["backup", str(state / "x.db"), "--database-url", postgres])
+    assert not list(state.iterdir())
+
+
+def test_an_upgrade_that_fails_names_the_dump_that_it_made(postgres: str, state: Path, monkeypatch, capsys) -> None:
+    fill(postgres)
+    engine = create_engine(postgres.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{tables.REVISIONS[0]}'"))
+    engine.dispose()
+    monkeypatch.setattr(postgres_dump, "program", lambda: "pg_dump")
+    monkeypatch.setattr(postgres_dump, "dump", lambda url, target: target.touch())
+    with pytest.raises(StoreError):  # its tables are newer than it says
+        main(["upgrade", "--database-url", postgres])
+    (dumped,) = state.glob("*.dump")
+    assert f"the database as it was before: {dumped}" in capsys.readouterr().err

@@ -12,7 +12,9 @@ from store_story import event, holder, job_key, story
 
 from rsup.supervisor import database, lease_watch, postgres_lease, tables
 from rsup.supervisor.daemon_turns import WatchedStore
+from rsup.supervisor.db_cli import main
 from rsup.supervisor.lease_watch import LeaseWatch
+from rsup.supervisor.record_rows import save_meta
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError, StoreHeld
 from tests.process.two_supervisors import Wire, wait_for
@@ -240,3 +242,56 @@ def test_a_session_that_may_only_read_is_not_kept(postgres: str, open_store) -> 
     engine.dispose()
     store.probe()
     assert store.lease_doubt() == ""
+
+
+def test_a_row_of_the_holder_that_cannot_be_read_keeps_nobody_from_taking_over(postgres: str, open_store, capsys) -> None:
+    """The lock says who leads, not the row."""
+    store = open_store(postgres, holder=holder(host="far"))
+    seen: list[bool] = []
+    watch = LeaseWatch(postgres, lambda: seen.append(True))
+    watch.start()
+    try:
+        wait_for(lambda: watch.sight.leader, "the watch sees the holder")
+        for row in (
+            '{"host":"vm"}',
+            "[1]",
+            "{",
+            '{"host": 7, "boot_id": "b", "pid": "x", "start_ticks": 1, "instance": "i"}',
+            "7",
+        ):
+            store.change(lambda connection, row=row: save_meta(connection, "holder", row))
+            wait_for(lambda: watch.sight.leader is None, f"the watch has read {row}")
+            assert main(["check", "--database-url", postgres, "--json"]) == 0 and not watch.sight.is_free
+            store.lease.write_holder()
+            wait_for(lambda: watch.sight.leader, "it reads a good one again")
+        store.change(lambda connection: save_meta(connection, "holder", '{"host":"vm"}'))
+        with pytest.raises(StoreHeld, match="in use by another rsup process"):
+            open_store(postgres, holder=holder(host="near"))
+        store.close()
+        wait_for(lambda: seen, "the watch says that it is free")
+        other = open_store(postgres, holder=holder(host="near"))
+        other.commit(story(job_key()))
+    finally:
+        watch.stop()
+
+
+def test_a_fault_of_ours_does_not_end_the_watch(postgres: str, open_store, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Without it nobody would take over."""
+    open_store(postgres).close()
+    looks = [KeyError("a fault")]
+    look = LeaseWatch._look
+    monkeypatch.setattr(lease_watch, "RETRY_EVERY_S", 0.1)
+    monkeypatch.setattr(lease_watch, "FRESH_S", 0.1)
+
+    def faulty(self: LeaseWatch, connection: Connection) -> lease_watch.Sight:
+        if looks:
+            raise looks.pop()
+        return look(self, connection)
+
+    monkeypatch.setattr(LeaseWatch, "_look", faulty)
+    seen: list[bool] = []
+    watch = LeaseWatch(postgres, lambda: seen.append(True))
+    watch.start()
+    wait_for(lambda: seen, "it goes on")
+    watch.stop()
+    assert "cannot be watched; trying again" in caplog.text

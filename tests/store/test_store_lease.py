@@ -14,10 +14,12 @@ from store_story import event, holder, job_key, saved, story
 
 from rsup.supervisor import tables
 from rsup.supervisor.database import find_database, reader_engine
-from rsup.supervisor.lease import Timing, read_record
+from rsup.supervisor.db_cli import main
+from rsup.supervisor.lease import LeaseRecord, Timing, held_error, read_record
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.state_disk import file_system_type, is_network_file_system, live_database
 from rsup.supervisor.store import StoreError, StoreFull, StoreHeld
+from rsup.supervisor.wire import UsageError
 
 TIMING = Timing(BUMP_S, STALE_S, COPY_S)
 
@@ -294,3 +296,25 @@ def test_a_local_directory_of_somebody_else_is_refused(open_store, shared: Path,
     (tmp_path / "disk-of-here").mkdir(mode=0o755)
     with pytest.raises(StoreError, match="not a directory of our own with mode 0700"):
         open_store(shared, holder=holder("here"), timing=TIMING)
+
+
+def test_who_holds_a_store_is_called_what_it_is(tmp_path: Path) -> None:
+    """A command is no supervisor to use in its place, and no state directory helps where a URL was given."""
+    for instance, database, says in (
+        ("db-1f", "postgresql://h/d", "is held by an rsup command that changes it (pid 7 on far); wait for it"),
+        ("verb-2", "/s/rsup.db", "is held by an rsup command that changes it"),
+        (
+            "a1b2",
+            "postgresql://h/d",
+            "held by the supervisor with pid 7 on far; use that one, stop it, or choose another --database-url",
+        ),
+        ("a1b2", "/s/rsup.db", "or choose another --state-dir"),
+    ):
+        assert says in str(held_error(database, LeaseRecord("far", "b", 7, 1, instance)))
+    assert "another --database-url" in str(held_error("postgresql://h/d", None))
+    dump = tmp_path / "x.dump"
+    dump.write_bytes(b"PGDMP\x01\x10")
+    with pytest.raises(UsageError, match=r"x.dump is a dump, which only pg_restore reads"):
+        main(["check", "--database-url", str(dump)])
+    with pytest.raises(UsageError, match=r"port is no number: .*in a password write @ as %40"):
+        main(["check", "--database-url", "postgresql://rsup:p@ss:x@h/d"])

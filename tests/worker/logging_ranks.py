@@ -21,7 +21,7 @@ class Kept:
     def __init__(self) -> None:
         self.values: dict[tuple[int, str], float] = {}
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
         self.values |= {(iteration, point.key): point.value for point in points}
 
     def flush(self) -> None:
@@ -64,12 +64,13 @@ def check_losses_are_reduced_in_one_collective_and_no_step_meets_the_others(rank
                 losses = {name: scaled(loss, iteration) for name, loss in own[rank].items()}
             lr = 0.25 if rank == 2 else None
             norm = (1.0, float("nan"), None)[rank] if iteration == 4 else (1.0, 7.0, None)[rank]
-            log.step(StepNumbers(iteration, 8 * iteration, losses, lr, 8, grad_norm=norm))
+            logit = None if rank == 2 else -7.0 + 4 * rank
+            log.step(StepNumbers(iteration, 8 * iteration, losses, lr, 8, grad_norm=norm, max_attention_logit=logit))
             seen.append((reductions.call_count, exchanges.call_count, barriers.call_count))
         assert seen == [(2, 1, 0)] * 3 + [(4, 1, 0)] * 4 + [(6, 2, 0)], seen  # sums and maxima; names where they are new
         with log.paused():
             pass
-        assert barriers.call_count == 1
+        assert barriers.call_count == 2  # before it and behind it
     fields = [dict(part.split(": ", 1) for part in line.split(" | ")[1:-1]) for line in lines]
     assert [one.get("grad norm") for one in fields] == ["7.000", "nan", "7.000"]
     assert [one["learning rate"] for one in fields] == ["2.500000E-01"] * 3
@@ -79,6 +80,7 @@ def check_losses_are_reduced_in_one_collective_and_no_step_meets_the_others(rank
     if rank == 0:
         assert {i: kept.values[i, "lm loss"] for i in range(1, 6)} == {i: 1.0 * i for i in range(1, 6)}
         assert (6, "lm loss") not in kept.values and kept.values[7, "late"] == 1.0
+        assert kept.values[3, "max_attention_logit"] == -3.0, "the greatest of those that have one"
         assert math.isnan(kept.values[4, "grad-norm"]) and kept.values[3, "grad-norm"] == 7.0
     assert sorted(text.partition(":")[0] for text in warnings) == [
         "no rank has the loss 'aux' in iteration 6",
@@ -104,10 +106,12 @@ def check_closing_waits_for_nobody(rank: int, size: int) -> None:
     lines, warnings = list[str](), list[str]()
     log, kept = made(rank, lines, warnings, log_interval=3)
     for iteration in (1, 2):
-        log.step(StepNumbers(iteration, iteration, {"lm loss": 1.0}, 0.1, 1))
+        log.step(StepNumbers(iteration, iteration, {"lm loss": 2.0 - rank / 2}, 0.1, 1))
     if rank == 0:
         log.close()
-        assert (1, "lm loss") in kept.values and (2, "lm loss") not in kept.values
+        assert [kept.values[i, "lm loss"] for i in (1, 2)] == [1.5, 2.0], "of all ranks, and of this one"
+        assert kept.values[2, "learning-rate"] == 0.1
+        assert warnings == ["iterations 2 to 2 are written with the losses of this rank alone: the ranks did not end together"]
 
 
 def main() -> None:

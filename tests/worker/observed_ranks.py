@@ -50,6 +50,22 @@ def check_times_of_all_ranks_come_in_one_collective(rank: int, size: int) -> Non
     assert timers.maxima(["forward-compute"]) == {}
 
 
+def check_a_gather_with_a_barrier_meets_all_ranks_once_whoever_runs_a_timer(rank: int, size: int) -> None:
+    timers = Timers(2, warn=fail)
+    if rank == 1:
+        for name in ("forward-compute", "on one rank"):
+            timers(name, 2).start()
+    with mock.patch.object(dist, "barrier", return_value=None) as barriers:  # counted, so that a wrong number hangs nobody
+        gathered = timers.gather(["forward-compute", "on one rank"], barrier=True)
+    assert barriers.call_count == 1
+    assert [time is not None for time in gathered.seconds["on one rank"]] == [False, True, False]
+    text = timers.log(["on one rank"], barrier=True)
+    assert text is not None and alike(text, size)
+    if rank == 1:
+        timers("forward-compute").stop()
+        timers("on one rank").stop()
+
+
 def check_timers_of_level_1_meet_the_other_ranks_at_their_start(rank: int, size: int) -> None:
     with mock.patch.object(dist, "barrier", wraps=dist.barrier) as barriers:
         timers = Timers(2, warn=fail)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import rsup.worker
+from rsup.supervisor.wire import RELEASE
 from rsup.worker.observe.contract import Point
 from rsup.worker.observe.end_to_end import EndToEnd, Metrics
 from rsup.worker.observe.end_to_end_facts import Counters, RunFacts
@@ -137,7 +138,7 @@ def test_a_whole_run_has_every_number() -> None:
         "save_checkpoint_sync_time_min": 0.5,
         "save_checkpoint_sync_time_max": 0.5,
         "save_checkpoint_sync_time_total_productive": 0.5,
-        "first_saved_train_iterations_start_time": 1026e3,
+        "first_saved_train_iterations_start_time": 1010e3,
         "first_successful_save_checkpoint_sync_finish_time": 1026.5e3,
         "last_successful_save_checkpoint_sync_finish_time": 1026.5e3,
         "train_iterations_productive_end": 25,
@@ -148,6 +149,8 @@ def test_a_whole_run_has_every_number() -> None:
         "lost_time": 5.0,
         "save_checkpoint_strategy": "async",
         "app_tag": "tiny_0.0.0_8_2_16",
+        "app_metrics_feature_tags": "full",
+        "one_logger_utils_version": f"{RELEASE}-rsup",
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -181,6 +184,8 @@ def test_training_is_productive_once_its_checkpoint_is_durable_and_not_before() 
     run.steps(5)
     run.record.logged()
     assert "train_iterations_productive_end" not in run.metrics and run.metrics["lost_time"] == 20.0
+    unknown = {"save_checkpoint_async_count", "first_saved_train_iterations_start_time"}
+    assert not unknown & set(run.metrics) and run.metrics["save_checkpoint_count"] == 1, "nothing is durable yet"
     second = run.saves(1.5)
     run.record.save_durable(second)
     run.record.logged()
@@ -193,6 +198,17 @@ def test_training_is_productive_once_its_checkpoint_is_durable_and_not_before() 
     run.record.save_durable(first)
     assert run.metrics["train_iterations_productive_end"] == 30
     assert run.metrics["last_successful_save_checkpoint_sync_finish_time"] == 1032e3
+    assert (run.metrics["save_checkpoint_async_count"], run.metrics["save_checkpoint_count"]) == (2, 2)
+
+
+def test_the_tag_follows_the_batch_size_of_the_newest_step() -> None:
+    run = started()
+    tags = []
+    for size in (2, 4):
+        run.counters = run.counters._replace(global_batch_size=size)
+        run.record.logged()
+        tags.append(run.metrics["app_tag"])
+    assert tags == ["tiny_0.0.0_2_2_16", "tiny_0.0.0_4_2_16"] and run.metrics["global_batch_size"] == 8
 
 
 def test_a_save_that_failed_or_was_never_heard_of_again_makes_nothing_productive() -> None:
@@ -221,7 +237,7 @@ class Taker:
     def __init__(self) -> None:
         self.taken: list[Mapping[str, float | str]] = []
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None: ...
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None: ...
 
     def flush(self) -> None: ...
 

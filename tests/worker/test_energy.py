@@ -1,10 +1,11 @@
 """Energy of this rank's GPU, with NVML's answers played."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from rsup.worker.observe.energy import EnergyMeter, PowerIntegral
+from rsup.worker.observe.energy import MAX_FAILURES, EnergyMeter, PowerIntegral
 
 UUID = "GPU-5d3e0f6a-0000-4000-8000-000000000001"
 
@@ -86,16 +87,43 @@ def test_a_counter_that_begins_anew_takes_nothing_away() -> None:
     assert meter.lap_j() == pytest.approx(12)
 
 
-def test_a_failure_in_the_middle_is_said_once_and_there_are_no_readings_from_then_on() -> None:
+def test_a_failure_in_the_middle_is_said_once_and_loses_nothing_but_what_a_pause_hides() -> None:
+    nvml, said = Nvml(), list[str]()
+    meter = EnergyMeter(UUID, said.append, nvml=nvml)
+    meter.resume()
+    nvml.takes_j(3)
+    for _ in range(2):
+        nvml.is_lost = True
+        for _ in range(MAX_FAILURES - 1):
+            assert meter.peek_j() is not None
+        nvml.is_lost = False
+        assert meter.peek_j() == pytest.approx(3)
+    nvml.takes_j(4)
+    assert meter.lap_j() == pytest.approx(7)
+    meter.pause()
+    nvml.takes_j(500)  # a save
+    nvml.is_lost = True
+    meter.resume()
+    assert meter.peek_j() == 0
+    nvml.is_lost = False
+    nvml.takes_j(6)
+    assert meter.peek_j() == 0, "nobody knows what of it was the save's"
+    nvml.takes_j(2)
+    assert meter.lap_j() == pytest.approx(2)
+    assert said == ["energy: NVML says GPU is lost; the last reading counts again"]
+
+
+def test_failures_in_a_row_end_it_with_one_line_and_there_are_no_readings_from_then_on() -> None:
     nvml, said = Nvml(), list[str]()
     meter = EnergyMeter(UUID, said.append, nvml=nvml)
     meter.resume()
     nvml.is_lost = True
-    assert meter.lap_j() is None
+    assert [meter.lap_j() for _ in range(MAX_FAILURES)] == [0.0] * (MAX_FAILURES - 1) + [None]
+    nvml.is_lost = False
     meter.pause()
     meter.resume()
     assert (meter.lap_j(), meter.peek_j(), meter.total_j()) == (None, None, None)
-    assert said == ["energy is not measured any more: NVML says GPU is lost"]
+    assert said[1:] == [f"energy is not measured any more: NVML says GPU is lost, {MAX_FAILURES} times in a row"]
 
 
 @pytest.mark.parametrize(
@@ -138,4 +166,20 @@ def test_without_a_counter_power_is_integrated() -> None:
     assert integral.read_j() == 400.0
     now_s[0] = 13.0
     assert integral.read_j() == 700.0
+    integral.close()
+
+    once, failed = iter([100.0]), threading.Event()
+
+    def read_w() -> float:
+        if (first := next(once, None)) is not None:
+            return first
+        if not failed.is_set():
+            failed.set()
+            raise Nvml.NVMLError("Unknown Error")
+        return 50.0
+
+    integral = PowerIntegral(read_w, every_s=0.001, clock=lambda: now_s[0])
+    assert failed.wait(30), "the thread that samples met it"
+    now_s[0] = 15.0
+    assert integral.read_j() == pytest.approx(150.0)
     integral.close()

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 
 import rsup.worker
 from rsup.supervisor import wire
@@ -33,6 +34,22 @@ def test_a_message_a_second_and_kind() -> None:
     assert [(one.iteration, one.consumed_samples) for one in second.series["x"]] == [(4, 32), (5, 40)]
     take(outbox, 6, 6, x=float)
     assert [one.kind for one in outbox.due(100.0 + EVERY_S, all_of_it=True)] == ["training"], "at the end nothing waits"
+
+
+def test_what_waits_when_another_entry_begins_is_told_as_of_its_own() -> None:
+    outbox = MetricOutbox()
+    outbox.entry = 1
+    take(outbox, 1, 2, x=float)
+    assert [one.entry for one in outbox.due(100.0)] == [1]
+    take(outbox, 3, 4, x=float)
+    outbox.entry = 2
+    take(outbox, 3, 3, x=lambda i: 30.0)
+    assert not outbox.is_empty
+    told = outbox.due(100.5, all_of_it=True)
+    assert [(one.entry, [(b.iteration, b.value) for b in one.series["x"]]) for one in told] == [
+        (1, [(3, 3.0), (4, 4.0)]), (2, [(3, 30.0)]),
+    ]  # fmt: skip
+    assert outbox.is_empty
 
 
 def test_a_long_run_sends_two_points_every_few_seconds() -> None:
@@ -109,6 +126,39 @@ def test_bad_names_and_values_are_left_out_with_a_line_each_once() -> None:
     assert len(outbox.due(9.0)[0].series) == wire.MAX_METRICS_A_KIND - 2
     with pytest.raises(ValueError, match="unknown kind"):
         outbox.take(1, {}, 0, "mine")
+
+
+def test_a_kind_that_begins_while_the_sessions_thread_looks_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = MetricOutbox()
+    take(outbox, 1, 1, x=float)
+    take(outbox, 1, 1, kind="timers", x=float)
+
+    def look(self: MetricOutbox, kind: str, now_s: float) -> bool:
+        take(outbox, 2, 2, kind="memory", used=float)  # the training thread, at the worst moment
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricOutbox, "_is_due", look)
+        assert outbox.due(1.0) == []
+    assert {message.kind for message in outbox.due(1.0)} == {"training", "timers", "memory"}
+
+
+def test_whoever_reports_is_told_and_never_raised_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where warnings are errors: only the rank that reports would leave the training."""
+    outbox, said = MetricOutbox(), list[str]()
+    odd: Any = {"x" * 80: 1.0, 3: 2.0, "two": torch.ones(2)}
+    outbox.take(1, odd, 8, "training", 12.5, said.append)
+    assert (
+        len(said) == 2
+        and said[0].startswith("the metric 'xxx")
+        and said[1] == "the metric 'two' is left out: Tensor is no number"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outbox.take(2, {"y" * 80: 1.0}, 16, "training")
+    assert capsys.readouterr().err.startswith("warning: rsup: the metric 'yyy")
+    (message,) = outbox.due(1.0)
+    assert [(name, one.at_us, one.value) for name, (one,) in message.series.items()] == [("3", 12_500_000, 2.0)]
 
 
 def test_whatever_integer_it_is_it_can_be_sent() -> None:

@@ -158,6 +158,35 @@ def test_messages_and_requests_cross_the_socket(agent: FakeAgent) -> None:
     link.close()
 
 
+def test_a_message_that_cannot_be_made_is_lost_and_the_rank_lives_on(agent: FakeAgent) -> None:
+    """A rank whose beat thread has died looks hung, though it trains."""
+    rank = agent.run("""if True:
+        import sys
+        import rsup.worker as worker
+        def fail(now_s, all_of_it):
+            raise RuntimeError("in vain")
+        worker.init()._metrics.due = fail
+        worker.report_metrics(1, {"x": 1.0})
+        worker.note("info", "\\ud800")
+        worker.note("info", "first")
+        sys.stdin.readline()
+        worker.note("info", "last")
+        sys.stdin.readline()
+    """)
+    link = agent.accept()
+    assert rank.stdin is not None
+    for text in ("first", "last"):
+        while not isinstance(message := receive(link), wire.RankNote):
+            pass
+        assert message.text == text
+        if text == "first":
+            rank.stdin.write(b"\n")
+            rank.stdin.flush()
+    rank.communicate(b"\n", timeout=20)
+    assert rank.returncode == 0
+    link.close()
+
+
 def test_a_stopped_agent_never_blocks_the_rank(agent: FakeAgent) -> None:
     rank = agent.run(
         "import rsup.worker as w\nfor i in range(20_000):\n    w.note('info', 'x' * 1000)\n    w.set_iteration(i)\n"

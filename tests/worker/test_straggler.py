@@ -220,6 +220,15 @@ def test_sensors_that_are_missing_or_fail_are_one_warning(monkeypatch: pytest.Mo
     nvml = Nvml()
     nvml.is_gone = True
     over(SensorWatch("GPU-1", said.append, nvml))
+    older = Nvml()  # a library without a function: the bindings raise what ctypes does
+    older.nvmlDeviceGetClockInfo = older.nvmlDeviceGetTemperature = None  # type: ignore[assignment, method-assign]
+    old = SensorReader("GPU-1", older)
+    assert old.read() and (taken := old.take()) is not None
+    assert (taken.sm_clock_mhz, taken.temperature_c, taken.power_w) == (None, None, 500.0)
+    broken = Nvml()
+    broken.nvmlInit = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(LookupError, match="does not give GPU-1"):
+        SensorReader("GPU-1", broken)
     assert said == [
         "stragglers are reported without sensors: NVML does not give GPU-2: Not Found",
         "stragglers are reported without sensors: NVML's Python bindings (nvidia-ml-py) are not installed",

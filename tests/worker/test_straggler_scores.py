@@ -17,8 +17,8 @@ def rank(number: int, forward_s: float, **more: object) -> RankTimes:
     return RankTimes(number, f"GPU-{number}", f"n{number // 2}", times, **more)  # type: ignore[arg-type]
 
 
-def sensors(clock: int | None, *reasons: str, temperature_c: int | None = 60) -> DeviceSensors:
-    return DeviceSensors(clock, 1980, 650.4, temperature_c, list(reasons))
+def sensors(clock: int | None, *reasons: str, temperature_c: int | None = 60, power_w: float | None = 650.4) -> DeviceSensors:
+    return DeviceSensors(clock, 1980, power_w, temperature_c, list(reasons))
 
 
 def test_scores_are_the_fastest_over_mine_and_my_best_over_now() -> None:
@@ -55,11 +55,18 @@ def test_the_slow_rank_is_named_with_device_node_and_cause() -> None:
     (found,) = report.stragglers
     assert (found.rank, found.device, found.node, found.section, found.cause) == (3, "GPU-3", "n1", FORWARD, "thermal")
     assert found.slowdown == pytest.approx(1.8) and found.individual == pytest.approx(0.5)
+    assert found.usual == 1.0, "the others are as fast as ever"
+    grown = [rank(number, 0.010, best={FORWARD: 0.005}) for number in range(3)]
+    (of_all,) = make_report(INTERVAL, [*grown, slow]).stragglers
+    assert of_all.usual == pytest.approx(0.5), "all have more to do"
     assert found.text == (
         "rank 3 (GPU-3, n1) 1.8x slower in forward-compute (18.0 ms an iteration, median of the others 10.0):"
         " thermal throttling, 1,200 of 1,980 MHz, 91 C, 650 W"
     )
     assert found.text in line(report) and metrics(report)["straggler-slowdown"] == pytest.approx(1.8)
+    stand_in = RankTimes(1, "CPU-8c7ea331-1", "n0", {FORWARD: 0.03})
+    (found,) = make_report(INTERVAL, [rank(0, 0.010), stand_in]).stragglers
+    assert found.device == stand_in.device and found.text.startswith("rank 1 (CPU, n0) ")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +78,8 @@ def test_the_slow_rank_is_named_with_device_node_and_cause() -> None:
         (sensors(1500, "sw-power-cap"), "power", "short of power"),
         (sensors(1900, "hw-slowdown"), "hardware", "slowed down by its hardware"),
         (sensors(1500), "clocks", "low clock, 1,500 of 1,980 MHz"),
+        (sensors(345, power_w=120.0), "", "no sensor shows why"),
+        (sensors(345, power_w=None), "", "no sensor shows why"),
         (sensors(None, temperature_c=None), "", "no sensor shows why"),
         (None, "", "no sensors"),
     ],
@@ -89,6 +98,10 @@ def test_data_and_a_busy_host_are_told_from_the_device() -> None:
     ranks = [rank(0, 0.010, host_wait_s=0.001), rank(1, 0.020, host_wait_s=0.009)]
     (found,) = make_report(INTERVAL, ranks).stragglers
     assert found.cause == "host" and "waited 9.0 ms an iteration" in found.text
+    idle = sensors(345, "sw-thermal")  # its GPU waits with it
+    ranks = [rank(0, 0.010, sensors=sensors(1900)), rank(1, 0.020, host_wait_s=0.009, sensors=idle)]
+    (found,) = make_report(INTERVAL, ranks).stragglers
+    assert found.cause == "host", "what its host does to it is no evidence against its device"
 
 
 def test_nobody_is_accused_for_little_for_luck_or_for_waiting() -> None:

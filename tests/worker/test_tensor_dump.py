@@ -1,5 +1,6 @@
 """Dumps of tensors: files hold what was computed, hooks change no bit and stay nowhere, and nothing fills a disk."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rsup.worker.observe import tensor_dump
-from rsup.worker.observe.dump_files import append_lines, left_in_cgroups, memory_for_dumps_bytes
+from rsup.worker.observe.dump_files import append_lines, left_in_cgroups, memory_for_dumps_bytes, write_dump
 from rsup.worker.observe.dump_hooks import Collected
 from rsup.worker.observe.dump_plan import LABELS, DumpPlan, MicroBatchChoice, ModelPosition
 from rsup.worker.observe.tensor_dump import TensorDumps
@@ -273,7 +274,11 @@ def test_what_does_not_fit_is_refused_and_training_goes_on(plain: Run, tmp_path:
     assert equal(run.parameters[4], plain.parameters[4])
     names = [path.parts[-3] for path in run.written[4:]]
     assert 0 < len(names) < 4 and len(run.said) == 4 - len(names)
-    assert all("of iteration 4 are not dumped" in text and "there is room for 230 B" in text for text in run.said)
+    room = "there is room for 230 B on the disk, of which 1.0 MB stay free"
+    assert all("of iteration 4 are not dumped" in text and room in text for text in run.said)
+    run.iterate(6)
+    assert len(run.said) == 4 - len(names), "said once, until there was room again"
+    run.written = run.written[: 4 + len(names)]
     free[0] = 1 << 40
     run.iterate(5)
     run.iterate(6)
@@ -284,6 +289,39 @@ def test_what_does_not_fit_is_refused_and_training_goes_on(plain: Run, tmp_path:
     run.iterate(8)
     told = next(text for text in run.said if "activations of iteration 8" in text)
     assert f"they take {sum(t.numel() * t.element_size() for t in before)} B or more" in told, "known before the first copy"
+
+
+def test_ranks_of_a_node_share_its_memory_and_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them looks at the same free bytes before any has taken some."""
+    monkeypatch.setattr(tensor_dump, "memory_for_dumps_bytes", lambda: 800)
+    monkeypatch.setattr(tensor_dump, "free_disk_bytes", lambda folder: 1000)
+    plan = DumpPlan(tmp_path, {"params": 1}, keep_free_bytes=0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    shares = [dataclasses.replace(plan, num_writers_of_node=number) for number in (0, 1, 2)]
+    assert [TensorDumps(one, [], warn=pytest.fail)._budget_bytes() for one in shares] == [100, 800, 400]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    assert TensorDumps(plan, [], warn=pytest.fail)._budget_bytes() == 800
+
+
+def test_what_an_iteration_did_not_come_to_is_said(tmp_path: Path) -> None:
+    """An overflow updates nothing, a rejected iteration has no gradients, and one that is left out has nothing."""
+    run = Run(DumpPlan(tmp_path, {"wgrads": 1, "params": 1}), num_iterations=1)
+    dumps = run.dumps
+    assert dumps is not None and len(run.written) == 2
+    with dumps.iteration(2):
+        dumps.gradients()
+    assert [path.parts[-3] for path in dumps.write(2)] == ["wgrads"]
+    with dumps.iteration(3):
+        pass
+    assert dumps.write(3) == dumps.write(3) == dumps.write(4) == []
+    assert [text.replace(f" are not dumped to {tmp_path}", "") for text in run.said] == [
+        "params of iteration 2: its parameters were not updated",
+        "wgrads of iteration 3: its gradients were not used",
+        "wgrads of iteration 4: it was left out",
+        "params of iteration 4: it was left out",
+    ]
+    replica = DumpPlan(tmp_path, {"params": 1}, position=ModelPosition(is_writer=False))
+    assert TensorDumps(replica, [run.model], warn=pytest.fail).write(5) == [], "one rank says it"
 
 
 def test_what_turns_out_to_be_too_large_is_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,13 +358,20 @@ def test_a_disk_that_fills_up_meanwhile_costs_the_file_and_nothing_else(
         run.iterate(6)
     assert [text.split(":")[0] for text in run.said] == [
         f"{label} of iteration {iteration} are not dumped to {tmp_path}"
-        for label, iteration in (("wgrads", 2), ("wgrads", 4), ("params", 4), ("wgrads", 6))
+        for label, iteration in (("wgrads", 2), ("params", 4), ("wgrads", 6))
     ]
     assert "No space left on device" in run.said[0] and "PytorchStreamWriter" in run.said[-1] and not run.written
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [] and equal(run.parameters[4], plain.parameters[4])
     (tmp_path / "file").touch()
     below = Run(DumpPlan(tmp_path / "file", {"wgrads": 2}), num_iterations=2)
+    below.iterate(4)
     assert len(below.said) == 1 and not below.written
+
+
+def test_a_full_disk_is_named_in_the_systems_words(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00.pth.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_dump(tmp_path / "iter_0000001" / "mp_rank_00.pth", {"model_chunk0": {"w": torch.ones(100_000)}})
 
 
 def _raise_as_torch(content: Any, file: Any) -> None:

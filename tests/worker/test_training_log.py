@@ -4,22 +4,27 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rsup.worker.observe import training_log
 from rsup.worker.observe.console_line import LineNumbers, log_line
-from rsup.worker.observe.contract import Point
+from rsup.worker.observe.contract import RESTART_WITHIN_S, Point
 from rsup.worker.observe.interval_counters import Interval, IntervalCounters
 from rsup.worker.observe.late_scalars import LateScalars
 from rsup.worker.observe.progress_log import ProgressLog, first_start
 from rsup.worker.observe.step_reduction import StepReduction
 from rsup.worker.observe.timer_report import GatheredTimes
 from rsup.worker.observe.training_log import LogPoint, StepNumbers, TrainingLog, TrainingLogOptions
+from rsup.worker.reference import run_log, trainer
+from rsup.worker.reference.run_log import RunLog
+from rsup.worker.reference.state import Progress
 
 INF, NAN = math.inf, math.nan
+THROUGHPUTS = ("Job throughput", "Cumulative throughput")
 
 
 class Kept:
@@ -30,12 +35,16 @@ class Kept:
     def __init__(self) -> None:
         self.points: list[tuple[int, int, Point]] = []
         self.calls: list[str] = []
+        self.stamps: dict[int, float | None] = {}
+        self.at_flush: Callable[[], object] = lambda: None
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
         assert not self.points or iteration >= self.points[-1][0], "iterations come in order"
         self.points += [(iteration, consumed_samples, point) for point in points]
+        self.stamps.setdefault(iteration, at_s)
 
     def flush(self) -> None:
+        self.at_flush()
         self.calls.append("flush")
 
     def close(self) -> None:
@@ -84,7 +93,7 @@ def test_a_line_has_the_seeds_fields_in_their_order() -> None:
     assert log_line(numbers, interval) == (
         " iteration   7/500 | consumed samples: 56 | skipped samples: 2 | elapsed time per iteration (ms): 500.0 | "
         "throughput per GPU (TFLOP/s/GPU): 123.4 | energy per GPU (J/iter/GPU): 7.3 | power per GPU (W/GPU): 350.0 | "
-        "learning rate: 1.000000E-04 | global batch size: 8 | lm loss: 2.500000E+00 | mtp loss: NAN | loss scale: 65536.0 | "
+        "learning rate: 1.000000E-04 | global batch size: 8 | lm loss: 2.500000E+00 | mtp loss: nan | loss scale: 65536.0 | "
         "grad norm: 1.235 | num zeros: 12 | params norm: 3.500 | "
         "number of skipped iterations: 1 | number of nan iterations: 2 |"
     )
@@ -117,8 +126,8 @@ def test_a_first_step_that_ends_an_interval_clears_it() -> None:
     [
         ([0.0] * 4, "0.000000E+00"),  # pitfall 19
         ([-1.0, -3.0, -1.0, -3.0], "-2.000000E+00"),
-        ([1.0, NAN, 1.0, 1.0], "NAN"),
-        ([1.0, INF, 1.0, 1.0], "INF"),
+        ([1.0, NAN, 1.0, 1.0], "nan"),
+        ([1.0, INF, 1.0, 1.0], "inf"),
     ],
 )
 def test_a_loss_is_always_printed(losses: list[float], printed: str) -> None:
@@ -137,7 +146,7 @@ def test_steps_that_were_skipped_or_not_finite_are_counted() -> None:
     bench.step(4, 3.0, loss_scale=512.0, grad_norm=NAN)
     bench.step(5, NAN)
     bench.step(8, 1.0)
-    assert bench.said("lm loss") == ["1.000000E+00", "2.000000E+00", "NAN"]
+    assert bench.said("lm loss") == ["1.000000E+00", "2.000000E+00", "nan"]
     assert bench.said("number of skipped iterations") == ["0", "2", "0"]
     assert bench.said("number of nan iterations") == ["0", "1", "1"]
     assert bench.said("elapsed time per iteration (ms)") == ["1000.0"] * 3
@@ -174,7 +183,12 @@ def test_writers_get_single_steps_under_their_own_iteration() -> None:
     buffer = torch.zeros(())
     for iteration in range(1, 8):
         buffer.fill_(iteration)
-        figures = {"grad_norm": buffer * 2, "num_zeros": torch.tensor(16_777_217), "params_norm": 5.0}
+        figures = {
+            "grad_norm": buffer * 2,
+            "num_zeros": torch.tensor(16_777_217),
+            "params_norm": 5.0,
+            "max_attention_logit": buffer - 5,
+        }
         bench.step(iteration, buffer, learning_rate=None if iteration == 4 else iteration / 8, **figures)
     assert bench.writer.points == []  # nobody has waited for them: the log point after step 1 is not due for writers
     bench.log.close()
@@ -191,6 +205,7 @@ def test_writers_get_single_steps_under_their_own_iteration() -> None:
         "grad-norm": (4.0, True),
         "num-zeros": (16_777_217.0, True),
         "params-norm": (5.0, True),
+        "max_attention_logit": (-3.0, False),
     }
     assert {samples for iteration, samples, _ in bench.writer.points if iteration == 6} == {48}
 
@@ -240,6 +255,66 @@ def test_what_is_paused_is_no_step_time() -> None:
     assert bench.lines[1] == " validation loss at iteration 3 | lm loss value: 1.500000E+00 | lm loss PPL: 4.481689E+00 |"
 
 
+def test_an_evaluation_that_is_nan_has_no_finite_perplexity() -> None:
+    bench = Bench(log_validation_ppl=True)
+    bench.log.evaluation(1, 8, {"lm loss": (NAN, 1.0)})
+    assert bench.lines == [" validation loss at iteration 1 | lm loss value: nan | lm loss PPL: nan |"]
+    assert math.isnan(bench.writer.series("lm loss validation ppl")[1])
+
+
+def test_losses_may_be_tuples_numbers_or_none_and_what_is_neither_is_said_once() -> None:
+    bench = Bench(log_interval=1)
+    for iteration in (1, 2):
+        losses = {"a": (3.0, 2.0), "b": None, "c": (torch.tensor(5.0), 2), "d": "high", "e": (1.0, 2.0, 3.0), "f": 7}
+        bench.step(iteration, losses=losses)
+    assert {name: bench.said(name)[-1] for name in "abcdef"} == {
+        **dict.fromkeys("bde", ""),
+        **{"a": "1.500000E+00", "c": "2.500000E+00", "f": "7.000000E+00"},
+    }
+    assert bench.warnings == [
+        "the loss 'd' is not logged: it is a str, neither a number nor (sum, count)",
+        "the loss 'e' is not logged: it is a tuple, neither a number nor (sum, count)",
+    ]
+
+
+def test_a_writer_that_raises_is_given_up_and_the_training_goes_on() -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such\ntable")
+
+    for method in ("write", "flush"):
+        bench = Bench(log_interval=2)
+        setattr(bench.writer, method, fail)
+        for iteration in (1, 2):
+            bench.step(iteration, 1.0)
+        bench.log.flush()
+        bench.step(3, 1.0)
+        bench.log.evaluation(3, 24, {"lm loss": (1.0, 1.0)})
+        bench.step(4, 1.0)
+        bench.log.close()
+        assert bench.warnings == ["kept failed, nothing more goes there: RuntimeError: no such table"], method
+        assert sorted(bench.live.series("lm loss")) == [1, 2, 3, 4] and bench.writer.calls == ["close"], method
+        assert max(bench.writer.series("lm loss"), default=0) <= 2
+
+
+def test_steps_that_wait_too_long_by_the_clock_are_written_before_a_line() -> None:
+    bench = Bench(log_interval=1000)
+    for iteration in range(1, 10):
+        bench.step(iteration, 1.0, takes_s=90.0 if iteration == 1 else 20.0)
+    assert sorted(bench.writer.series("lm loss")) == [1, 2, 3, 4, 5, 6, 7, 8]  # the slow first one, then 60 s each
+
+
+def test_a_device_that_does_not_end_a_step_holds_up_no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_log, "DEVICE_WITHIN_S", 0.0)
+    bench = Bench()
+    for iteration in (1, 2, 3):
+        bench.step(iteration, 1.0)
+    stuck = SimpleNamespace(num_rows=1, is_there=lambda: False)
+    bench.log._late._blocks = {cast(Any, "layout"): [cast(Any, stuck)]}
+    bench.log.close()
+    assert bench.warnings == ["iterations 2 to 3 are not written: the device has not ended them"]
+    assert sorted(bench.writer.series("lm loss")) == [1] and bench.writer.calls == ["close"]
+
+
 def test_evaluations_are_written_with_their_perplexity() -> None:
     bench = Bench(log_validation_ppl=True)
     bench.step(1, 1.0)
@@ -247,6 +322,141 @@ def test_evaluations_are_written_with_their_perplexity() -> None:
     assert bench.writer.series("lm loss validation-held-out") == {1: 25.0}
     assert bench.writer.series("lm loss validation-held-out ppl") == {1: math.exp(20)}
     assert bench.lines[-1].startswith(" validation-held-out loss at iteration 1 | lm loss value: 2.500000E+01 |")
+
+
+def test_what_the_device_and_other_ranks_still_do_is_step_time_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched runs on while the host is in the evaluation already: it was nobody's time."""
+    bench = Bench()
+    bench.step(1, 1.0)
+
+    def passes(seconds: float) -> Callable[[], None]:
+        return lambda: bench.__setattr__("now_s", bench.now_s + seconds)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", passes(2.0))
+    monkeypatch.setattr(bench.log._reduction, "barrier", passes(1.0))
+    with bench.log.paused(), bench.log.paused():
+        bench.now_s += 100
+    assert bench.log.train_s == 1.0 + 2.0 + 1.0
+
+
+def test_no_flush_and_no_evaluation_is_time_or_energy_of_a_step() -> None:
+    made: list[Bench] = []
+    meter = Meter(lambda: made[0])
+    made.append(Bench.__new__(Bench))
+    bench = made[0]
+    bench.now_s = 0.0
+    bench.__init__(log_energy=True, energy=meter)  # type: ignore[misc]
+
+    def stall() -> None:
+        bench.now_s += 50
+
+    bench.writer.at_flush = stall
+    bench.step(1, 1.0)
+    bench.log.flush()
+    bench.log.evaluation(1, 8, {"lm loss": (1.0, 1.0)})
+    log = RunLog.__new__(RunLog)
+    log.training, log._reached = bench.log, Progress(iteration=1, consumed_samples=8)
+    log._say = bench.lines.append
+    log._observed = SimpleNamespace(timers=SimpleNamespace(log=lambda names: stall()))  # type: ignore[assignment]
+    log.evaluated((1.0, 1.0))
+    for iteration in (2, 3, 4):
+        bench.step(iteration, 1.0)
+    assert bench.said("elapsed time per iteration (ms)")[-1] == "1000.0" and bench.log.train_s == 4.0
+    assert bench.said("energy per GPU (J/iter/GPU)")[-1] == "10.0"
+
+
+def test_steps_are_stamped_when_they_were_and_not_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time axis of a curve is a staircase."""
+    bench = Bench()
+    monkeypatch.setattr(training_log.time, "time", lambda: 1000.0 + bench.now_s)
+    for iteration in range(1, 5):
+        bench.step(iteration, 1.0)
+    assert bench.writer.stamps == {iteration: 1000.0 + iteration for iteration in range(1, 5)} == bench.live.stamps
+
+
+def test_a_way_out_closes_everything_and_raises_nothing() -> None:
+    """An error of a disk or of a device that is lost must not stand in the place of what ended the training."""
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    bench = Bench()
+    bench.step(1, 1.0)
+    bench.step(2, 1.0)
+    bench.writer.close = fail  # type: ignore[method-assign]
+    bench.log._late.take = fail  # type: ignore[method-assign, assignment]
+    ended: list[str] = []
+    log = RunLog.__new__(RunLog)
+    log._is_closed, log.training, log._warn, log._report = False, bench.log, bench.warnings.append, None
+    log._end_to_end = SimpleNamespace(train_finished=fail, app_finished=lambda: ended.append("application"))  # type: ignore[assignment]
+    log._observed = SimpleNamespace(straggler=SimpleNamespace(close=lambda: ended.append("detector")))  # type: ignore[assignment]
+    log._energy = SimpleNamespace(close=lambda: ended.append("meter"))  # type: ignore[assignment]
+    log.close()
+    assert bench.live.calls == ["close"] and ended == ["application", "detector", "meter"]
+    full = "OSError: [Errno 28] No space left on device"
+    assert bench.warnings == [
+        f"the end of the training is not noted: {full}",
+        f"the newest steps are not written: {full}",
+        f"kept cannot be closed: {full}",
+    ]
+
+
+def test_the_trainers_log_is_closed_also_where_leaving_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    one = trainer.Trainer.__new__(trainer.Trainer)
+    fakes = {name: None for name in ("ranks", "_end_to_end", "_observed", "progress")}
+    fail = {"on_shutdown": lambda: 1 / 0}
+    one.__dict__ |= fakes | {
+        "options": SimpleNamespace(async_save=False),
+        "sections": SimpleNamespace(**fail),
+        "_device": SimpleNamespace(uuid=""),
+        "_resume": lambda: None,
+        "_run": lambda: 0,
+    }
+    log = SimpleNamespace(close=lambda ends=True: closed.append(ends))
+    monkeypatch.setattr(trainer, "open_run_log", lambda *_: log)
+    with pytest.raises(ZeroDivisionError):
+        one.train()
+    assert closed == [True]
+
+
+def test_what_was_opened_before_an_interruption_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, nobody = Kept(), cast(Any, None)
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_log, "run_writers", lambda *_: [writer])
+    monkeypatch.setattr(run_log, "energy_meter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_log.open_run_log(nobody, nobody, nobody, nobody, nobody, "", print, print)
+    assert writer.calls == ["close"]
+
+
+def test_writers_end_together_and_sooner_where_the_training_is_entered_again() -> None:
+    calls: list[tuple[str, str]] = []
+    limits: list[float] = []
+
+    class Slow(Kept):
+        def begin_close(self) -> None:
+            calls.append(("begin", self.name))
+
+        def close(self, within_s: float = 0.0) -> None:
+            limits.append(within_s)
+            calls.append(("close", self.name))
+
+    slow = [Slow(), Slow()]
+    slow[0].name, slow[1].name = "a", "b"
+    log = TrainingLog(TrainingLogOptions(train_iters=1), writers=slow, say=print, warn=pytest.fail)
+    run = RunLog.__new__(RunLog)
+    run._is_closed, run.training, run._warn, run._report, run._energy = False, log, pytest.fail, None, None
+    run._end_to_end = SimpleNamespace(train_finished=lambda: None)  # type: ignore[assignment]
+    run._observed = SimpleNamespace(straggler=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
+    run.close(ends=False)
+    assert calls == [("begin", "a"), ("begin", "b"), ("close", "a"), ("close", "b")]
+    assert RESTART_WITHIN_S >= limits[0] >= limits[1] > 0
 
 
 class Meter:
@@ -305,6 +515,7 @@ class Timed:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, bool]] = []
+        self.log_option = "all"
 
     def gather(self, names: Sequence[str] | None, normalizer: float, reset: bool) -> GatheredTimes:
         self.asked.append((normalizer, reset))
@@ -320,6 +531,9 @@ def test_times_of_parts_are_those_of_one_step() -> None:
     assert timed.asked == [(1, False), (4, True)]
     assert bench.writer.series("optimizer-time") == {4: 0.25}
     assert re.search(r"max time across ranks \(ms\):\n +optimizer \.+: 250\.00", bench.lines[-1])
+    own = Bench(timers=timed)
+    own.step(1, 1.0)
+    assert own.lines[-1].startswith("times across ranks (ms):"), "as the timers themselves are told"
 
 
 def test_intervals_of_zero_and_unknown_flops_are_warned_of_and_harm_nothing() -> None:
@@ -371,24 +585,49 @@ def test_the_progress_log_counts_throughput_over_starts_with_as_many_ranks(tmp_p
     warnings: list[str] = []
     log = ProgressLog(tmp_path, 2, warnings.append, job="77")
     log.started()
-    log.saving(5)
-    log.saved(5, 3e15, 2_500_000_000, is_async=True)
+    log.saving(5, 3e15, 2_500_000_000)
+    log.saved_async(5)
+    log.saved(6, 3.6e15, 3_000_000_000)
     lines = (tmp_path / "progress.txt").read_text().splitlines()
     assert [line.split("\t")[1:4] for line in lines] == [
         ["Job ID: 77", "# GPUs: 2", "Starting job"],
         ["Job ID: 77", "# GPUs: 2", "Saving async checkpoint"],
         ["Job ID: 77", "# GPUs: 2", "Saved async checkpoint"],
+        ["Job ID: 77", "# GPUs: 2", "Saved checkpoint"],
     ]
-    assert "Floating-point operations: 3.00e+15\tTokens (in billions): 2.50" in lines[2] and "Iteration: 5" in lines[1]
-    told = re.search(r"Job throughput: ([0-9.]+) .*Cumulative throughput: ([0-9.]+) ", lines[2])
-    assert told is not None and float(told[1]) > 0
+    for line, figures in ((lines[1], ("5", "3.00e+15", "2.50")), (lines[3], ("6", "3.60e+15", "3.00"))):
+        # which field is where: Megatron-LM's reader takes them by their place
+        names, values = zip(*(field.split(": ") for field in line.split("\t")[4:]), strict=True)
+        assert names == ("Iteration", *THROUGHPUTS, "Floating-point operations", "Tokens (in billions)")
+        assert (values[0], *values[3:]) == figures and float(values[1].removesuffix(" TFLOP/s/GPU")) > 0
+    assert lines[2].endswith("Saved async checkpoint\tIteration: 5")
     other = "2026-01-01 00:00:00\tJob ID: 1\t# GPUs: 4\tStarting job"
     again = "2026-01-02 00:00:00\tJob ID: 2\t# GPUs: 2\tStarting job"
     found = first_start([*lines, other, again, "torn li", again.replace("02 00", "03 00")], 2)
-    assert found is not None and (found.at.day, found.flops) == (2, 3e15)
+    assert found is not None and (found.at.day, found.flops) == (2, 3.6e15)
     assert first_start([again, other], 2) is None
     (tmp_path / "progress.txt").unlink()
     (tmp_path / "progress.txt").mkdir()
-    log.saving(6)
-    log.saving(7)
+    log.saving(6, 1.0, 1)
+    log.saved_async(6)
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_the_progress_log_of_another_program_is_read_by_the_rule_of_asynchronous_saves(heard: bool) -> None:
+    """Figures of a save that has begun count once it is said to be saved; a local checkpoint is none."""
+    rates = "\t".join(f"{name}: 1.0 TFLOP/s/GPU" for name in THROUGHPUTS)
+    figures = f"{rates}\tFloating-point operations: {{}}\tTokens (in billions): 1.00"
+    events = [
+        (4, "Starting job"),
+        (4, f"Saving async checkpoint\tIteration: 100\t{figures.format('1.44e+18')}"),
+        (4, "Saved async checkpoint\tIteration: 100"),
+        (4, f"Saving async checkpoint\tIteration: 200\t{figures.format('2.88e+18')}"),
+        (4, f"Saving async checkpoint\tIteration: 300\t{figures.format('4.32e+18')}"),
+        (4, "Saved async local checkpoint\tIteration: 300"),
+        *(((4, "Saved async checkpoint\tIteration: 200"),) if heard else ()),
+        (2, "Starting job"),
+    ]
+    lines = [f"2026-01-01 0{hour}:00:00\tJob ID: 1\t# GPUs: {size}\t{event}" for hour, (size, event) in enumerate(events)]
+    found = first_start(lines, 2)
+    assert found is not None and (found.at.hour, found.flops) == (len(events) - 1, 2.88e18 if heard else 1.44e18)

@@ -1,25 +1,35 @@
 """Where the numbers of a run go. Each writer's files are read back with its own reader."""
 
+import gc
 import json
 import math
 import os
+import re
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rsup.worker
+from rsup.worker.observe import writers
+from rsup.worker.observe.closing import close_writers
 from rsup.worker.observe.contract import Point, Writer
-from rsup.worker.observe.writers import WriterOptions, make_writers
+from rsup.worker.observe.straggler_sensors import SensorWatch
+from rsup.worker.observe.writers import WriterOptions, background, make_writers, wandb_journal
 from rsup.worker.observe.writers import opentelemetry as opentelemetry_writer
 from rsup.worker.observe.writers import tensorboard as tensorboard_files
 from rsup.worker.observe.writers import wandb as wandb_run
 from rsup.worker.observe.writers.background import BackgroundWriter, Row
+from rsup.worker.observe.writers.credentials import without_credentials
 from rsup.worker.observe.writers.supervisor import SupervisorWriter, kind_of
-from tests.worker.written_files import scalars, wandb_rows
+from rsup.worker.reference.command_line import parse_options
+from rsup.worker.reference.run_parts import hyperparameters
+from tests.worker.written_files import scalars, wandb_records, wandb_rows
 
 GLOBAL_BATCH_SIZE = 8
 
@@ -34,7 +44,7 @@ def writers_of(options: WriterOptions, said: list[str], resumed_at: int = 0) -> 
         options,
         warn=said.append,
         run_name="job.1",
-        config={"num_layers": 2},
+        config={"num_layers": 2, "endpoint": "http://me:secret@host:1"},
         resumed_at=resumed_at,
         resumed_samples=resumed_at * GLOBAL_BATCH_SIZE,
     )
@@ -93,7 +103,9 @@ def test_checksums_are_those_of_the_standard() -> None:
     assert record_file.crc32c(bytes(range(32))) == 0x46DD794E
     slow = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").crc32c
     long = bytes(i * i % 251 for i in range(1500))
-    assert record_file.crc32c(long) == slow(long)
+    for size in (511, 512, 513, 514, 1024, 1027, 1500):
+        assert record_file.crc32c(long[:size]) == slow(long[:size])
+    assert record_file._PARTS.nbytes == 512 * 1024, "a long record once took a kilobyte for each of its bytes, for good"
 
 
 def test_what_is_no_finite_number_is_written_as_it_is(tmp_path: Path, warnings_said: list[str]) -> None:
@@ -127,7 +139,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, warnings
 def test_an_address_is_no_folder(tmp_path: Path, warnings_said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert writers_of(WriterOptions(tensorboard_dir=Path("gs://bucket/tb")), warnings_said) == []
-    assert len(warnings_said) == 1 and "gs:/bucket/tb is no folder of this host" in warnings_said[0]
+    assert len(warnings_said) == 1 and "gs://bucket/tb is no folder of this host" in warnings_said[0]
     assert os.listdir(tmp_path) == []
 
 
@@ -143,7 +155,7 @@ class StuckSink:
         self.taken: list[int] = []
         self.failure = ""
 
-    def open(self) -> None:
+    def open(self, remark: Callable[[str], None]) -> None:
         self.was_entered.set()
         self.may_go_on.wait(30)
 
@@ -173,10 +185,10 @@ def test_a_sink_that_stands_still_holds_up_nobody_and_what_is_left_out_is_said(w
 
 def test_one_that_never_ends_is_left_behind(warnings_said: list[str]) -> None:
     sink = StuckSink()
-    writer = BackgroundWriter("Stuck", sink, warnings_said.append, close_within_s=0.01)
-    writer.close()
+    writer = BackgroundWriter("Stuck", sink, warnings_said.append)
+    writer.close(0.01)
     sink.may_go_on.set()
-    assert warnings_said == ["Stuck did not end within 0 s: its last points may be missing"]
+    assert warnings_said == ["Stuck did not end in time (0 s): its last points may be missing"]
 
 
 def test_a_sink_that_fails_is_warned_of_on_the_training_thread(warnings_said: list[str]) -> None:
@@ -190,6 +202,128 @@ def test_a_sink_that_fails_is_warned_of_on_the_training_thread(warnings_said: li
     write(writer, [2, 3])
     writer.close()
     assert said_on == [threading.get_ident()]
+
+
+class Counted(threading.Event):
+    """An event that counts who waited for it."""
+
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def test_a_flush_waits_once_in_vain_and_for_weights_and_biases_never(
+    warnings_said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every save and every evaluation flushes: a sink that stands still would cost each of them ten seconds."""
+    monkeypatch.setattr(background, "FLUSH_WITHIN_S", 0.01)
+    sinks = [StuckSink(), StuckSink()]
+    stuck = BackgroundWriter("Stuck", sinks[0], warnings_said.append)
+    other = BackgroundWriter("Other", sinks[1], pytest.fail, waits_at_flush=False)
+    counted = []
+    for writer in (stuck, other):
+        writer._work.flushed = Counted()
+        counted.append(writer._work.flushed)
+        for _ in range(3):
+            writer.flush()
+    assert [event.num_waits for event in counted] == [1, 0]
+    assert warnings_said == [
+        "Stuck was not flushed within 0.01 s: training waits for it no more, and what is newest there may come late"
+    ]
+    for sink, writer in zip(sinks, (stuck, other), strict=True):
+        sink.may_go_on.set()
+        writer.close()
+
+
+class Loop:
+    """A trainer, as far as anybody here knows it."""
+
+    def warn(self, text: str) -> None:
+        pass
+
+
+def test_a_thread_that_never_ends_keeps_no_trainer_alive() -> None:
+    """In-process restart makes a new one: the old model's memory has to go."""
+    may_end = threading.Event()
+
+    class Sink(StuckSink):
+        def open(self, remark: Callable[[str], None]) -> None:
+            may_end.wait(30)
+
+    class Provider:
+        def get_meter(self, name: str) -> None: ...
+
+        def force_flush(self) -> None:
+            may_end.wait(30)
+
+        shutdown = force_flush
+
+    class Nvml:
+        def nvmlInit(self) -> None:
+            may_end.wait(30)
+
+    def enter() -> "tuple[weakref.ref[Loop], list[threading.Thread]]":
+        loop = Loop()
+        before = set(threading.enumerate())
+        writer = BackgroundWriter("Stuck", Sink(), loop.warn)
+        metrics = opentelemetry_writer.OpenTelemetryWriter(loop.warn, "job", provider=Provider())
+        watch = SensorWatch("GPU-1", loop.warn, Nvml())
+        watch.start()
+        metrics._is_mine = True
+        metrics.begin_close()
+        close_writers([writer, metrics], loop.warn, 0.0)
+        watch.stop()
+        return weakref.ref(loop), [thread for thread in threading.enumerate() if thread not in before]
+
+    gone, threads = enter()
+    gc.collect()
+    assert len(threads) == 3 and all(thread.is_alive() for thread in threads)
+    assert gone() is None
+    may_end.set()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_writers_that_an_interruption_leaves_behind_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writers, "_wandb", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_writers(
+            WriterOptions(tensorboard_dir=tmp_path, wandb_project="x"), warn=pytest.fail, run_name="", config={}, resumed_at=0
+        )
+    assert "rsup-TensorBoard" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_both_files_are_closed_where_the_disk_is_full_for_one(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    files = tensorboard_files.TensorBoardFiles(tmp_path, 0, 0)
+    row = Row(1, 8, 0.0, [Point("lm loss", 1.0, vs_samples=True)])
+    files.open(print)
+    files.put([row])
+    first, second = files._by_iteration._records, files._by_samples._records
+    assert first is not None and second is not None
+    first._file.close()
+    first._file = open("/dev/full", "wb")  # noqa: SIM115
+    first.write(b"what waits for the disk")
+    with pytest.raises(OSError, match="No space left"):
+        files.close()
+    assert first._file.closed and second._file.closed
+
+
+def test_values_have_the_time_at_which_they_were_true(tmp_path: Path, warnings_said: list[str]) -> None:
+    (writer,) = writers_of(WriterOptions(tensorboard_dir=tmp_path), warnings_said)
+    for iteration in (1, 2):
+        writer.write(iteration, 8 * iteration, [Point("lm loss", 1.0)], at_s=1000.5 + iteration)
+    writer.close()
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    read = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    assert [event.wall_time for event in read.Scalars("lm loss")] == [1001.5, 1002.5]
 
 
 # ------------------------------------------------------------------------------------------------------ Weights & Biases
@@ -209,14 +343,129 @@ def test_wandb_keeps_what_a_server_does_not_take_and_goes_on_with_the_same_run(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     (second,) = writers_of(options, warnings_said, resumed_at=2)
-    write(second, [3, 4])
+    second.write(3, 24, [Point("lm loss", 3)], at_s=1234.5)
+    second.write(3, 24, [Point("iteration-time", 0.25)])
+    write(second, [4])
     second.close()
     assert len(warnings_said) == 1
+    assert not (tmp_path / wandb_journal.JOURNAL_FILE).exists(), "both ended in order"
     ids, rows = wandb_rows(tmp_path / "wandb")
     assert ids == {json.loads((tmp_path / wandb_run.ID_FILE).read_text())["id"]}
     assert [row["lm loss"] for row in rows] == [1, 2, 3, 3, 4]
     assert [row["_step"] for row in rows] == [row["iteration"] for row in rows] == [1, 2, 3, 3, 4]
     assert [row["samples vs steps"] for row in rows] == [8, 16, 24, 24, 32]
+    assert rows[3]["_timestamp"] == 1234.5
+    newest = max((tmp_path / "wandb").rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    assert {record.run.host for record in map(records.FromString, wandb_records(newest)) if record.HasField("run")} == {"-"}
+    for told in ("secret", os.getcwd(), "wandb-metadata"):
+        assert told.encode() not in newest.read_bytes(), told
+    assert not list((tmp_path / "wandb").rglob("wandb-metadata.json")) + list((tmp_path / "wandb").rglob("requirements.txt"))
+
+
+class TakingSink(StuckSink):
+    """Takes all rows as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self.may_go_on.set()
+
+    def put(self, rows: Sequence[Row]) -> None:
+        self.rows += rows
+
+
+def journaled(folder: Path, sink: StuckSink, said: list[str], resumed_at: int, project: str = "tiny") -> BackgroundWriter:
+    journal = wandb_journal.Journal(folder, project, resumed_at)
+    return BackgroundWriter("W&B", wandb_journal.JournaledRun("W&B", journal, sink), said.append)
+
+
+def test_what_a_killed_process_had_not_handed_on_is_sent_by_the_one_that_resumes(
+    tmp_path: Path, warnings_said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last block of W&B's file, and all rows while W&B is being opened, die with it."""
+    monkeypatch.setattr(wandb_journal, "MAX_ROWS", 4)
+    killed, file = StuckSink(), tmp_path / wandb_journal.JOURNAL_FILE
+    first = journaled(tmp_path, killed, warnings_said, 0)
+    for iteration in range(1, 14):
+        first.write(iteration, 8 * iteration, [Point("lm loss", math.nan if iteration == 10 else 1.5, True)], at_s=100.5)
+        first.flush()  # a save: it waits for this disk, and for no server
+    left = file.read_text()
+    assert killed.taken == [] and 4 <= len(left.splitlines()) - 1 <= 8, "it does not grow with the run"
+
+    for project, resumed_at in (("other", 11), ("tiny", 0)):
+        file.write_text(left)
+        nothing = TakingSink()
+        journaled(tmp_path, nothing, warnings_said, resumed_at, project).close()
+        assert nothing.rows == [] and not file.exists()
+    file.write_text(left + '[14, 8, 1.0, [["lm lo')
+    sink = TakingSink()
+    second = journaled(tmp_path, sink, warnings_said, 11)
+    write(second, [12])
+    second.close()
+    assert [row.iteration for row in sink.rows] == [6, 7, 8, 9, 10, 11, 12] and not file.exists()
+    assert sink.rows[5] == Row(11, 88, 100.5, [Point("lm loss", 1.5)]) and math.isnan(sink.rows[4].points[0].value)
+
+    failing = TakingSink()
+    failing.put = StuckSink.put.__get__(failing)  # type: ignore[method-assign]
+    failing.failure = "gone"
+    third = journaled(tmp_path, failing, warnings_said, 12)
+    write(third, [13])
+    third.close()
+    assert warnings_said == ["W&B cannot be written, nothing more goes there: RuntimeError: gone"] and file.exists()
+    fourth = journaled(tmp_path, TakingSink(), warnings_said, 13)
+    fourth.flush()
+    killed.may_go_on.set()
+    first.close()
+    assert file.exists(), "one that ends late, after a restart in the same process, does not drop what is another's"
+    fourth.close()
+    (tmp_path / "file").touch()
+    sink = TakingSink()
+    fifth = journaled(tmp_path / "file", sink, warnings_said, 0)
+    write(fifth, [1])
+    fifth.close()
+    assert len(sink.rows) == 1 and "no copy is kept" in warnings_said[-1] and len(warnings_said) == 2
+
+
+def test_what_tensorboard_has_taken_is_visible_though_nothing_follows(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    files = tensorboard_files.TensorBoardFiles(tmp_path, 0, 0)
+    files.open(print)
+    files.put([Row(1, 8, 0.0, [Point("lm loss", 1.0)])])
+    assert scalars(tmp_path)["lm loss"] == [(1, 1.0)]
+    files.close()
+
+
+def test_a_run_that_is_not_over_is_waited_for() -> None:
+    """After an in-process restart the next one has the same id, and wandb refuses an id in use."""
+    runs, begun = wandb_run._OpenRuns(), threading.Event()
+    runs.enter("one", 30)
+
+    def again() -> None:
+        runs.enter("one", 30)
+        begun.set()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    runs.enter("two", 0.0)
+    assert not begun.is_set()
+    runs.leave("one")
+    runs.leave("two")
+    thread.join(30)
+    assert begun.is_set() and runs._ids == ["one"]
+
+
+def test_what_weights_and_biases_shows_of_the_options_are_hyperparameters() -> None:
+    given = ["--save", "/secret/a", "--data-path", "/secret/b", "--otel-endpoint", "http://me:secret@host:4318", "--lr", "0.5"]
+    shown = hyperparameters(parse_options(given))
+    assert shown["lr"] == 0.5 and not [name for name, value in shown.items() if "secret" in str(value)]
+    assert not [name for name in shown if re.search("dir|path|save|^load|wandb|otel|endpoint|signal|fault", name)]
+    for text, without in (
+        ("http://me:secret@host:1/a", "http://host:1/a"),
+        ("cannot reach https://a:b@c@host", "cannot reach https://host"),
+        ("me@host http://host/a@b", "me@host http://host/a@b"),
+    ):
+        assert without_credentials(text) == without
 
 
 def test_a_run_is_the_same_for_attempts_of_a_job_and_for_what_resumes_its_checkpoints(tmp_path: Path) -> None:
@@ -276,6 +525,24 @@ def test_opentelemetry_has_gauges_of_what_is_known_last_and_counters_of_what_is_
     assert warnings_said == []
 
 
+def test_a_nan_is_no_failed_export(warnings_said: list[str]) -> None:
+    """Else no flush would wait for the collector again, and the one warning would be used up."""
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    reader = export.InMemoryMetricReader()
+    provider = sdk.MeterProvider([reader])
+    writer = opentelemetry_writer.OpenTelemetryWriter(warnings_said.append, "job", provider=provider)
+    writer._complaints.begin()
+    writer.write(1, 8, [Point("lm loss", math.nan), Point("grad-norm", math.inf), Point("learning-rate", 0.5)])
+    provider.get_meter("other").create_gauge("other").set(math.nan)  # what the application does itself
+    writer.flush()
+    found = exported(reader)
+    writer._complaints.end()
+    provider.shutdown()
+    assert found["rsup.training.learning_rate"][0]["value"] == 0.5 and "rsup.training.grad_norm" not in found
+    assert warnings_said == [] and writer._complaints.first == ""
+
+
 def test_a_collector_that_does_not_answer_is_said_once(
     warnings_said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,6 +561,27 @@ def test_an_endpoint_that_is_none_is_said(warnings_said: list[str]) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     assert writers_of(WriterOptions(otel_endpoint="collector:4318"), warnings_said) == []
     assert warnings_said == ["OpenTelemetry is not written to: 'collector:4318' is no http:// or https:// address"]
+    assert writers_of(WriterOptions(otel_endpoint="ftp://me:secret@collector"), warnings_said) == []
+    assert "'ftp://collector' is no" in warnings_said[1]
+
+
+def test_an_instrument_that_raises_is_left_out_and_the_others_are_not(warnings_said: list[str]) -> None:
+    class Meter:
+        def create_gauge(self, name: str, unit: str) -> Any:
+            def take(value: float, attributes: Mapping[str, str] | None) -> None:
+                if "grad" in name:
+                    raise RuntimeError("in vain")
+                taken.setdefault(name, []).append(value)
+
+            return SimpleNamespace(set=take)
+
+    taken: dict[str, list[float]] = {}
+    provider = SimpleNamespace(get_meter=lambda name: Meter())
+    writer = opentelemetry_writer.OpenTelemetryWriter(warnings_said.append, "job", provider=provider)
+    for iteration in (1, 2):
+        writer.write(iteration, 8, [Point("grad-norm", 1.0), Point("learning-rate", 0.5)])
+    assert taken["rsup.training.learning_rate"] == [0.5, 0.5]
+    assert warnings_said == ["OpenTelemetry takes no more of rsup.training.grad_norm: in vain"]
 
 
 # ----------------------------------------------------------------------------------------------------- the rest of it
@@ -301,13 +589,13 @@ def test_an_endpoint_that_is_none_is_said(warnings_said: list[str]) -> None:
 
 def test_the_supervisor_hears_each_kind_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rsup.worker, "report_metrics", lambda *given: heard.append(given))
+    monkeypatch.setattr(rsup.worker, "report_metrics", lambda *given, at_s, warn: heard.append((*given, at_s, warn)))
     points = [Point("lm loss", 2.0), Point("mem-reserved-bytes", 4.0), Point("optimizer-time", 0.5), Point("grad-norm", 1.0)]
-    SupervisorWriter().write(3, 24, points)
+    SupervisorWriter(print).write(3, 24, points, at_s=9.5)
     assert heard == [
-        (3, {"lm loss": 2.0, "grad-norm": 1.0}, 24, "training"),
-        (3, {"mem-reserved-bytes": 4.0}, 24, "memory"),
-        (3, {"optimizer-time": 0.5}, 24, "timers"),
+        (3, {"lm loss": 2.0, "grad-norm": 1.0}, 24, "training", 9.5, print),
+        (3, {"mem-reserved-bytes": 4.0}, 24, "memory", 9.5, print),
+        (3, {"optimizer-time": 0.5}, 24, "timers", 9.5, print),
     ]
     kinds = [kind_of(key) for key in ("iteration-time", "power/gpu", "lm loss validation ppl")]
     assert kinds == ["training", "energy", "validation"]

@@ -3,6 +3,7 @@
 The process sees that device alone; a CPU stand-in is bound to its share of the cores, so that another one is a like device.
 """
 
+import gc
 import os
 import platform
 import sys
@@ -37,8 +38,11 @@ def run(order: Order) -> DeviceReport:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if order.kind == "cpu":
         _bind(*order.share)
+    gc.disable()  # it finds nothing in an import, and takes a quarter of its time
     import torch
+    import torch._dynamo  # by use_deterministic_algorithms
 
+    gc.enable()
     from rsup.worker.device_test.computations import computations, size_of
     from rsup.worker.device_test.injected_fault import read_fault
     from rsup.worker.device_test.screen import Screen
@@ -125,3 +129,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)  # Python's and torch's clean-up takes half a second

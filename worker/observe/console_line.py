@@ -1,5 +1,6 @@
 """The lines of the training log, as text: fields, order and units are those of the seed's section 2.1. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def log_line(numbers: LineNumbers, interval: Interval) -> str:
         _field("power per GPU (W/GPU)", numbers.power_w, ".1f"),
         _field("learning rate", numbers.learning_rate, ".6E"),
         f"global batch size: {numbers.global_batch_size}",
-        *(f"{name}: {loss:.6E}" for name, loss in interval.losses.items()),
+        *(_field(name, loss, ".6E") for name, loss in interval.losses.items()),
         _field("loss scale", numbers.loss_scale, ".1f"),
         _field("grad norm", numbers.grad_norm, ".3f"),
         _field("num zeros", numbers.num_zeros, ".0f"),
@@ -58,11 +59,19 @@ def evaluation_line(iteration: int, losses: Mapping[str, float], ppls: Mapping[s
     """The line of an evaluation. `suffix`: which of several sets it was on, as in `-held-out`."""
     said = [f" validation{suffix} loss at iteration {iteration}"]
     for name, loss in losses.items():
-        said.append(f"{name} value: {loss:.6E}")
+        said.append(_field(f"{name} value", loss, ".6E"))
         if name in ppls:
-            said.append(f"{name} PPL: {ppls[name]:.6E}")
+            said.append(_field(f"{name} PPL", ppls[name], ".6E"))
     return " | ".join(said) + " |"
 
 
+def perplexity(loss: float) -> float:
+    """e to the loss, which is taken for `PPL_LIMIT` where it is above it; NaN where it is."""
+    return loss if math.isnan(loss) else math.exp(min(PPL_LIMIT, loss))
+
+
 def _field(name: str, value: float | None, form: str) -> str:
-    return "" if value is None else f"{name}: {value:{form}}"
+    """`nan` and `inf` are written alike whatever the form: an E would make them upper case."""
+    if value is None:
+        return ""
+    return f"{name}: {value:{form}}" if math.isfinite(value) else f"{name}: {value}"

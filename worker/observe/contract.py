@@ -4,7 +4,12 @@ The training log makes `Point`s and gives them to every `Writer`; nobody else wr
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+CLOSE_WITHIN_S = 30.0
+"""All writers together, at the end of a run."""
+RESTART_WITHIN_S = 5.0
+"""The same where the training is entered again in this process: what is left then is written behind its back."""
 
 
 class Point(NamedTuple):
@@ -20,14 +25,15 @@ class Writer(Protocol):
     """A place where points go. On one rank; all calls on the training thread.
 
     A writer never raises and never stalls training: what it cannot do it says once, through the `warn` it was made with, and
-    from then on it does nothing. NaN and infinities are written as they are.
+    from then on it does nothing. NaN and infinities are written as they are, where that is possible.
     """
 
     name: str
     """For people: `TensorBoard`, `Weights & Biases`."""
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
-        """Take what is known of `iteration` (1-based, global). Iterations come in order; one may come in several calls."""
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
+        """Take what is known of `iteration` (1-based, global). Iterations come in order; one may come in several calls.
+        `at_s`: when it was true, in seconds since the epoch, where that is not now: steps are written later than they were."""
         ...
 
     def flush(self) -> None:
@@ -36,6 +42,19 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Flush, and give up files and connections. Nothing follows it."""
+        ...
+
+
+@runtime_checkable
+class ClosesLater(Protocol):
+    """A writer whose end takes time: all of them begin theirs before anybody waits for one (`closing.close_writers`)."""
+
+    def begin_close(self) -> None:
+        """Take no more, and begin to end. Waits for nothing."""
+        ...
+
+    def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
+        """As `Writer.close`, which waits that long at most."""
         ...
 
 

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import psutil
 import torch
@@ -24,18 +24,41 @@ def write_dump(path: Path, content: dict[str, Any]) -> int:
     aside.parent.mkdir(parents=True, exist_ok=True)
     try:
         with aside.open("wb") as file:
-            torch.save(content, file)
+            _save(content, _NotingFile(file))
             file.flush()
             os.fsync(file.fileno())
             size_bytes = file.tell()
         path.parent.mkdir(exist_ok=True)
         aside.replace(path)
-    except RuntimeError as error:  # how torch tells of a disk that is full
-        raise OSError(0, str(error).splitlines()[0]) from None
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
     return size_bytes
+
+
+class _NotingFile:
+    """A file that is written to; it keeps the error, which torch does not."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: dict[str, Any], file: _NotingFile) -> None:
+    try:
+        torch.save(content, cast(BinaryIO, file))
+    except RuntimeError as error:  # torch tells of a disk that is full in words of its own
+        raise file.error or OSError(0, str(error).splitlines()[0]) from None
 
 
 def append_lines(path: Path, lines: list[str]) -> None:

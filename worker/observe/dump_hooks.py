@@ -37,10 +37,11 @@ def is_linear(name: str, module: nn.Module) -> bool:
 
 class Collected:
     """Copies on the host, by label, chunk and key. `budget_bytes`: a label that would go beyond it is dropped as a whole, and
-    stands in `refused` with a reason."""
+    stands in `refused` with a reason. `where`: what the budget is of, as in `on the disk`."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, where: str = "") -> None:
         self._budget_bytes = budget_bytes
+        self._where = f" {where}" if where else ""
         self.content: dict[str, dict[str, dict[str, Any]]] = {}
         self.sizes: dict[str, int] = {}
         self.refused: dict[str, str] = {}
@@ -69,7 +70,8 @@ class Collected:
         if total <= self._budget_bytes:
             return True
         so_far = self.sizes.get(label, 0) + more_bytes
-        self.refuse(label, f"they take {size_text(so_far)} or more, and there is room for {size_text(self._budget_bytes)}")
+        room = f"{size_text(self._budget_bytes)}{self._where}"
+        self.refuse(label, f"they take {size_text(so_far)} or more, and there is room for {room}")
         return False
 
     def refuse(self, label: str, why: str) -> None:

@@ -11,6 +11,7 @@ Names and layouts are Megatron-LM's. Source: the seed's section 2.4.
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -60,6 +61,15 @@ class DumpPlan:
     position: ModelPosition = field(default_factory=ModelPosition)
     rank: int = 0
     keep_free_bytes: int = 1 << 30
+    num_writers_of_node: int = 0
+    """Ranks of this node that write parts of a model at the same time, and share its memory and disk; 0: all of them, as
+    LOCAL_WORLD_SIZE says."""
+
+    @property
+    def share(self) -> float:
+        """What this rank may take of the node's memory and disk."""
+        of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return 1 / max(1, self.num_writers_of_node or (int(of_node) if of_node.isdecimal() else 1))
 
     def problems(self) -> list[str]:
         """Sentences about what the plan asks for and nobody can do; those dumps are off."""
@@ -123,8 +133,9 @@ class Dumps(Protocol):
         """Parameters are updated."""
         ...
 
-    def write(self) -> list[Path]:
-        """Write what the last `iteration` has collected; the files."""
+    def write(self, iteration: int | None = None) -> list[Path]:
+        """Write what the last `iteration` has collected; the files. What is due of `iteration` (None: of that one) and was not
+        there to collect is said: its update was skipped, or all of it."""
         ...
 
     def resumed(self, iteration: int) -> None:
@@ -153,7 +164,7 @@ class NoDumps:
     def updated(self) -> None:
         pass
 
-    def write(self) -> list[Path]:
+    def write(self, iteration: int | None = None) -> list[Path]:
         return []
 
     def resumed(self, iteration: int) -> None:

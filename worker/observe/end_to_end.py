@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rsup.supervisor.wire import RELEASE
 from rsup.worker.observe.end_to_end_facts import STAGES, Counters, Listener, RunFacts
 from rsup.worker.observe.end_to_end_saves import SaveRecord
 
 TFLOP = 1e12
 SCHEMA_VERSION = "1.0.0"
+NUMBERS_VERSION = f"{RELEASE}-rsup"
+"""Of the code that forms the numbers: in its place Megatron-LM has the version of its own."""
 WARMUP_ITERATIONS = 5
 Metrics = dict[str, float | str]
 
@@ -194,6 +197,7 @@ class EndToEnd:
     def _of_facts(self) -> dict[str, float | str | None]:
         facts = self.facts
         target = facts.samples_target
+        batch_size = (self._now.global_batch_size if self._now is not None else None) or facts.global_batch_size
         return {
             "world_size": facts.world_size,
             "data_parallel_size": facts.data_parallel_size,
@@ -215,10 +219,12 @@ class EndToEnd:
             "is_log_throughput_enabled": int(facts.flops_before is not None),
             "save_checkpoint_strategy": ("async" if facts.saves_async else "sync") if facts.saves else None,
             "app_run_type": "training",
-            "app_tag": f"{facts.run_name}_{facts.run_version}_{facts.global_batch_size}_{facts.world_size}_{facts.seq_length}",
+            "app_tag": f"{facts.run_name}_{facts.run_version}_{batch_size}_{facts.world_size}_{facts.seq_length}",
             "app_tag_run_name": facts.run_name,
             "app_tag_run_version": facts.run_version,
             "summary_data_schema_version": SCHEMA_VERSION,
+            "app_metrics_feature_tags": "full",
+            "one_logger_utils_version": NUMBERS_VERSION,
         }
 
     def _of_training(self, start: Counters, now: Counters) -> dict[str, float | str | None]:
@@ -257,8 +263,10 @@ class EndToEnd:
             "save_checkpoint_count": saves.num_begun,
             "train_iterations_save_checkpoint_end": saves.last_iteration,
             "save_checkpoint_failed_count": saves.num_failed or None,
-            "save_checkpoint_async_count": saves.num_begun if self.facts.saves_async else None,
-            "first_saved_train_iterations_start_time": _ms(saves.first_durable_began_s),
+            "save_checkpoint_async_count": (saves.num_durable or None) if self.facts.saves_async else None,
+            "first_saved_train_iterations_start_time": _ms(
+                self._stamps_s.get("app_train_loop_start_time") if saves.num_durable else None
+            ),
             "first_successful_save_checkpoint_sync_finish_time": _ms(saves.first_durable_returned_s),
         }
         if saves.num_returned:

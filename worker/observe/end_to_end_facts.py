@@ -16,7 +16,8 @@ class Counters(NamedTuple):
     """What the training log has counted.
 
     `iteration`, `consumed_samples`: of the whole run. Since training started in this process: `train_s`, without evaluations
-    and saves; `eval_s` and `eval_iterations`; `flops`, of all ranks, 0 where they are not known.
+    and saves; `eval_s` and `eval_iterations`; `flops`, of all ranks, 0 where they are not known. `global_batch_size`: of the
+    newest step, where it grows; None: that of the facts.
     """
 
     iteration: int
@@ -25,6 +26,7 @@ class Counters(NamedTuple):
     eval_s: float = 0.0
     eval_iterations: int = 0
     flops: float = 0.0
+    global_batch_size: int | None = None
 
 
 @dataclass(frozen=True)

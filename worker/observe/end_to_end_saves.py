@@ -23,13 +23,13 @@ class SaveRecord:
 
     num_begun: int = 0
     num_durable: int = 0
+    """Those that are overtaken when it is known are among them."""
     num_failed: int = 0
     last_iteration: int | None = None
     num_returned: int = 0
     sync_total_s: float = 0.0
     sync_min_s: float = 0.0
     sync_max_s: float = 0.0
-    first_durable_began_s: float | None = None
     first_durable_returned_s: float | None = None
     productive: Counters | None = None
     """What had been done when the newest of the durable checkpoints was begun."""
@@ -66,8 +66,8 @@ class SaveRecord:
         returned_s = at_s if save.returned_s is None else save.returned_s
         del self._open[iteration]
         self.num_durable += 1
-        if self.first_durable_began_s is None:
-            self.first_durable_began_s, self.first_durable_returned_s = save.began_s, returned_s
+        if self.first_durable_returned_s is None:
+            self.first_durable_returned_s = returned_s
         if self.productive is None or save.then.iteration > self.productive.iteration:
             self.productive, self.productive_returned_s = save.then, returned_s
             self.productive_sync_total_s = save.sync_total_s

@@ -5,6 +5,7 @@ NVML counts millijoules since the driver was loaded (Volta and newer). A GPU wit
 thread that samples it, as a lap's ends alone say nothing of what lies between.
 """
 
+import contextlib
 import importlib
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from rsup.worker.observe.contract import Warn
 
 SAMPLE_EVERY_S = 0.1
+MAX_FAILURES = 5
+"""Readings that fail one behind the other before a meter gives up."""
 MJ_PER_J = 1000
 
 
@@ -30,18 +33,23 @@ class EnergyMeter:
     """The energy of this rank's device while the meter runs; it starts paused. On the training thread; a reading takes up to a
     millisecond, so take it at log points.
 
-    Every method does nothing where there is no NVML, or no device: readings are None then, and from the moment on at which NVML
-    failed, which is warned of once. Two ranks on one GPU both measure all of it.
+    Every method does nothing where there is no NVML, or no device: readings are None then. Where NVML fails in the middle the
+    last reading counts again, and the next one that works brings what was missed, unless a pause lay between; the first
+    failure is warned of, and `MAX_FAILURES` in a row end the measuring. Two ranks on one GPU both measure all of it.
     """
 
     def __init__(self, device_uuid: str | None, warn: Warn, *, nvml: Any = None) -> None:
         """`device_uuid`: as `GPU-...`; None, or of another kind, for a rank without a GPU. `nvml`: the bindings; None: load."""
         self._warn = warn
         self._source = self._open(device_uuid, nvml)
+        self._runs = False
         self._since_j: float | None = None
-        """The reading at which it was resumed; None: it is paused."""
+        """The reading up to which laps are complete; None: the next one is, as there is none since it was resumed."""
         self._lap_j = 0.0
         self._total_j = 0.0
+        self._num_failures = 0
+        """Since the last reading that worked."""
+        self._has_failed = False
 
     @property
     def works(self) -> bool:
@@ -50,13 +58,13 @@ class EnergyMeter:
 
     def resume(self) -> None:
         """Measure from now on. Has no effect while it runs."""
-        if self._since_j is None:
-            self._since_j = self._read()
+        if not self._runs:
+            self._runs, self._since_j = True, self._read()
 
     def pause(self) -> None:
         """What is taken from now on belongs to no lap: evaluation, saves. Has no effect while it is paused."""
         self._collect()
-        self._since_j = None
+        self._runs, self._since_j = False, None
 
     def peek_j(self) -> float | None:
         """Joules of this lap so far, which goes on."""
@@ -76,14 +84,15 @@ class EnergyMeter:
 
     def close(self) -> None:
         """Give up NVML. May be repeated."""
-        source, self._source, self._since_j = self._source, None, None
+        source, self._source, self._runs, self._since_j = self._source, None, False, None
         if source is not None:
             source.close()
 
     def _collect(self) -> None:
-        if self._since_j is None or (now_j := self._read()) is None:
+        if not self._runs or (now_j := self._read()) is None:
             return
-        taken_j = max(0.0, now_j - self._since_j)  # a driver that was loaded anew counts from 0 again
+        since_j = now_j if self._since_j is None else self._since_j
+        taken_j = max(0.0, now_j - since_j)  # a driver that was loaded anew counts from 0 again
         self._lap_j += taken_j
         self._total_j += taken_j
         self._since_j = now_j
@@ -92,11 +101,21 @@ class EnergyMeter:
         if self._source is None:
             return None
         try:
-            return self._source.read_j()
+            now_j = self._source.read_j()
         except Exception as error:  # NVML's bindings raise errors of their own, and ctypes' where a library is older
-            self._warn(f"energy is not measured any more: NVML says {_text(error)}")
-            self.close()
+            self._failed(error)
             return None
+        self._num_failures = 0
+        return now_j
+
+    def _failed(self, error: Exception) -> None:
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            self._warn(f"energy is not measured any more: NVML says {_text(error)}, {MAX_FAILURES} times in a row")
+            self.close()
+        elif not self._has_failed:
+            self._has_failed = True
+            self._warn(f"energy: NVML says {_text(error)}; the last reading counts again")
 
     def _open(self, device_uuid: str | None, nvml: Any) -> _Source | None:
         if device_uuid is None or not device_uuid.startswith(("GPU-", "MIG-")):
@@ -156,14 +175,11 @@ class PowerIntegral:
         self._lock = threading.Lock()
         self._energy_j = 0.0
         self._at_s, self._power_w = clock(), read_w()
-        self._error: Exception | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="rsup-power", daemon=True).start()
 
     def read_j(self) -> float:
-        """Joules since it was made. Raises what the sampling thread met."""
-        if self._error is not None:
-            raise self._error
+        """Joules since it was made. Raises what `read_w` does."""
         self._sample()
         return self._energy_j
 
@@ -173,11 +189,8 @@ class PowerIntegral:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
-            try:
+            with contextlib.suppress(Exception):  # the thread's outermost frame: whether NVML is gone shows in `read_j`
                 self._sample()
-            except Exception as error:  # the thread's outermost frame: the training thread raises it
-                self._error = error
-                return
 
     def _sample(self) -> None:
         power_w = self._read_w()

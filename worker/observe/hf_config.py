@@ -4,11 +4,12 @@ The families differ in what their configuration leaves unsaid: biases, norms, ga
 embedding's matrix. That is in `_FAMILIES`; parameter counts of published models are its test.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rsup.worker.observe.model_description import DescriptionError, ModelDescription, layers_with_experts
+from rsup.worker.observe.model_description import MAX_LAYERS, MOST, DescriptionError, ModelDescription, layers_with_experts
 
 Config = Mapping[str, Any]
 
@@ -38,22 +39,39 @@ class _Reader:
         self.config = config
         self.source = source
 
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """A whole number. Raise `DescriptionError` where there is none and no default."""
+    def whole(self, *names: str, default: int | None = None, least: int = 0, most: int = MOST) -> int:
+        """A whole number from `least` to `most`. Raise `DescriptionError` where there is none and no default."""
         for name in names:
             value = self.config.get(name)
-            if type(value) is int:
+            if type(value) is int and least <= value <= most:
                 return value
             if value is not None:
-                raise DescriptionError(f"{self.source}: {name} is {value!r}; it should be a whole number")
+                what = (
+                    "a whole number" if type(value) is not int else f"{least} or more" if value < least else f"{most} or less"
+                )
+                raise self.wrong(name, what)
         if default is None:
             raise DescriptionError(f"{self.source}: the configuration lacks {' or '.join(names)}")
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """Yes or no."""
+        """Yes or no. Raise `DescriptionError` for what is neither."""
         value = self.config.get(name)
-        return default if value is None else bool(value)
+        if value is not None and type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return default if value is None else value
+
+    def layers(self) -> int:
+        """How many there are."""
+        return self.whole("num_hidden_layers", "n_layer", least=1, most=MAX_LAYERS)
+
+    def heads(self) -> int:
+        """Of queries."""
+        return self.whole("num_attention_heads", "n_head", least=1)
+
+    def wrong(self, name: str, should_be: str) -> DescriptionError:
+        """What is wrong with that field, in one line however large it is."""
+        return DescriptionError(f"{self.source}: {name} is {reprlib.repr(self.config.get(name))}; it should be {should_be}")
 
 
 def described_by_hugging_face(config: Config, source: str) -> ModelDescription:
@@ -83,16 +101,16 @@ def described_by_hugging_face(config: Config, source: str) -> ModelDescription:
 
 def _dimensions(reader: _Reader) -> dict[str, Any]:
     return {
-        "num_layers": reader.whole("num_hidden_layers", "n_layer"),
+        "num_layers": reader.layers(),
         "hidden_size": reader.whole("hidden_size", "n_embd"),
-        "num_attention_heads": reader.whole("num_attention_heads", "n_head"),
+        "num_attention_heads": reader.heads(),
         "vocab_size": reader.whole("vocab_size"),
         "ffn_hidden_size": reader.whole("intermediate_size", "n_inner", "ffn_dim", default=0),
     }
 
 
 def _attention(reader: _Reader, family: _Family) -> dict[str, Any]:
-    hidden, heads = reader.whole("hidden_size", "n_embd"), reader.whole("num_attention_heads", "n_head")
+    hidden, heads = reader.whole("hidden_size", "n_embd"), reader.heads()
     if family.has_latent_attention:
         return {
             "kv_lora_rank": reader.whole("kv_lora_rank"),
@@ -108,15 +126,14 @@ def _attention(reader: _Reader, family: _Family) -> dict[str, Any]:
 
 
 def _kind(reader: _Reader, family: _Family) -> dict[str, Any]:
-    attention_bias = reader.config.get("attention_bias")
     positions = reader.whole("n_positions", "max_position_embeddings") if family.has_learned_positions else 0
     return {
         "swiglu": family.gated,
         "normalization": family.norm,
         "untie_embeddings_and_output_weights": not reader.flag("tie_word_embeddings", family.tied),
         "learned_positions": positions,
-        "qkv_bias": family.qkv_bias if attention_bias is None else bool(attention_bias),
-        "projection_bias": family.projection_bias if attention_bias is None else bool(attention_bias),
+        "qkv_bias": reader.flag("attention_bias", family.qkv_bias),
+        "projection_bias": reader.flag("attention_bias", family.projection_bias),
         "mlp_bias": reader.flag("mlp_bias", family.mlp_bias),
         "norms_per_layer": family.norms_per_layer,
     }
@@ -127,8 +144,11 @@ def _mixtral(reader: _Reader) -> dict[str, Any]:
 
 
 def _qwen_moe(reader: _Reader) -> dict[str, Any]:
-    num_layers, step = reader.whole("num_hidden_layers"), reader.whole("decoder_sparse_step", default=1)
-    dense = set(reader.config.get("mlp_only_layers") or ())
+    num_layers, step = reader.layers(), reader.whole("decoder_sparse_step", default=1, least=1)
+    listed = reader.config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise reader.wrong("mlp_only_layers", "a list of whole numbers")
+    dense = set(listed)
     shared = reader.whole("shared_expert_intermediate_size", default=0)
     return {
         "num_experts": reader.whole("num_experts"),
@@ -141,8 +161,8 @@ def _qwen_moe(reader: _Reader) -> dict[str, Any]:
 
 
 def _deepseek(reader: _Reader) -> dict[str, Any]:
-    num_layers, num_dense = reader.whole("num_hidden_layers"), reader.whole("first_k_dense_replace", default=0)
-    frequency = layers_with_experts(reader.whole("moe_layer_freq", default=1), num_layers)
+    num_layers, num_dense = reader.layers(), reader.whole("first_k_dense_replace", default=0)
+    frequency = layers_with_experts(reader.whole("moe_layer_freq", default=1, least=1), num_layers)
     width = reader.whole("moe_intermediate_size")
     return {
         "num_experts": reader.whole("n_routed_experts"),

@@ -4,6 +4,7 @@ A step hands in a row of scalars. Those on a GPU are copied into a block of rows
 for. Who reads the rows later waits for the newest one, and fetches each block at once.
 """
 
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,6 +27,16 @@ class LateScalars:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def are_there(self, within_s: float) -> bool:
+        """Whether `take` would wait for no GPU. Waits for one that long at most: what it does may never end."""
+        deadline_s = time.monotonic() + within_s
+        blocks = [block for blocks in self._blocks.values() for block in blocks if block.num_rows]
+        while not all(block.is_there() for block in blocks):
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.01)
+        return True
 
     def put(self, values: Sequence[Value]) -> None:
         """A row more; tensors are read as they are now, on the current stream of their device. Never waits for a GPU."""
@@ -82,10 +93,14 @@ class _Block:
 
     def put(self, tensors: list[torch.Tensor]) -> "list[_Place]":
         with torch.cuda.device(self._device), torch.no_grad():
-            torch._foreach_copy_(self._views[self.num_rows], tensors)
+            torch._foreach_copy_(self._views[self.num_rows], tensors)  # pyright: ignore[reportPrivateImportUsage]
             self._streams.add(current_stream())
         self.num_rows += 1
         return [(id(self), self.num_rows - 1, of_row) for of_row in self._slices]
+
+    def is_there(self) -> bool:
+        with torch.cuda.device(self._device):
+            return all(stream.query() for stream in {*self._streams, current_stream()})
 
     def fetch(self) -> list[list[float]]:
         """The rows; it is empty then. Waits for them."""

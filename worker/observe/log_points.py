@@ -18,7 +18,8 @@ _MEMORY_KEYS = {
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, over all ranks; None where nobody has the number. `memory`: of this rank, by public name."""
+    """One step, over all ranks; None where nobody has the number. `memory`: of this rank, by public name. `at_s`: when this
+    rank ended it, in seconds since the epoch."""
 
     iteration: int
     consumed_samples: int
@@ -31,6 +32,8 @@ class StepRecord:
     params_norm: float | None
     skipped_samples: int
     memory: Mapping[str, float]
+    at_s: float
+    max_attention_logit: float | None = None
 
 
 def step_points(record: StepRecord, log_loss_scale: bool, world_size: int | None) -> list[Point]:
@@ -38,17 +41,19 @@ def step_points(record: StepRecord, log_loss_scale: bool, world_size: int | None
     loss_scale = (1.0 if record.loss_scale is None else record.loss_scale) if log_loss_scale else None
     figures: Sequence[tuple[str, float | None]] = (
         ("loss-scale", loss_scale),
-        ("world-size", world_size),
+        ("world-size", None if world_size is None else float(world_size)),
         ("grad-norm", record.grad_norm),
         ("num-zeros", record.num_zeros),
         ("params-norm", record.params_norm),
     )
     points = [] if record.learning_rate is None else [Point("learning-rate", record.learning_rate, True)]
     if record.skipped_samples > 0:
-        points.append(Point("skipped-train-samples", record.skipped_samples))
-    points.append(Point("batch-size", record.global_batch_size, True))
+        points.append(Point("skipped-train-samples", float(record.skipped_samples)))
+    points.append(Point("batch-size", float(record.global_batch_size), True))
     points.extend(Point(name, loss, True) for name, loss in record.losses.items())
     points.extend(Point(name, value, True) for name, value in figures if value is not None)
+    if record.max_attention_logit is not None:
+        points.append(Point("max_attention_logit", record.max_attention_logit))
     points.extend(Point(name, value) for name, value in record.memory.items())
     return points
 
@@ -61,7 +66,7 @@ def interval_points(interval: Interval, tflops_per_rank: float | None, tokens_pe
     if tokens_per_sample:
         points.append(Point("tokens-per-second", interval.samples_per_s * tokens_per_sample))
     counts = (("skipped-iterations", interval.num_skipped), ("nan-iterations", interval.num_non_finite))
-    return points + [Point(name, count) for name, count in counts]
+    return points + [Point(name, float(count)) for name, count in counts]
 
 
 def validation_points(losses: Mapping[str, float], ppls: Mapping[str, float], suffix: str) -> list[Point]:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import stat
 import typing
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,11 +16,15 @@ from rsup.worker.observe.flops import training_flops
 from rsup.worker.observe.hf_config import described_by_hugging_face
 from rsup.worker.observe.memory_estimate import MEGATRON_ADAM, MIB, OPTIMIZERS, MemoryEstimate, estimate, report_lines
 from rsup.worker.observe.memory_fit import GPU_SIZES_GB, NUMBERS_OF_GPUS, RESERVE_GB, Fit, fits
-from rsup.worker.observe.model_description import DescriptionError, ModelDescription, described
-from rsup.worker.observe.parallel_layout import ParallelLayout, Sharding
+from rsup.worker.observe.model_description import MOST, DescriptionError, ModelDescription, described
+from rsup.worker.observe.parallel_layout import ParallelLayout, Sharding, check_model, check_sequence
 from rsup.worker.observe.parameter_count import parameter_counts
 
 _MAX_FILE_BYTES = 4 << 20
+_MAX_YAML_CHARS = 64 << 10
+"""Reading YAML takes a second for some 100 KB."""
+_YAML_ERRORS = (AttributeError, LookupError, TypeError, OverflowError)
+"""What PyYAML lets through of a value that is not of the kind that its tag says."""
 _ABOUT = """What a model needs of a GPU's memory, and what fits on how many GPUs.
 
 MODEL is a Hugging Face config.json (or the folder it is in), or a JSON or YAML file with fields named as the options below:
@@ -37,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     model = _model(arguments)
     layout = _layout(arguments)
+    check_model(layout, model)
+    check_sequence(layout, arguments.seq_length)
     shape = StepShape(
         arguments.seq_length,
         arguments.micro_batch_size,
@@ -129,6 +136,8 @@ def _whole(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{value:.4g} is more than {MOST}")
     return value
 
 
@@ -187,8 +196,7 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
             raise UsageError("give a MODEL, or its dimensions; see `rsup memory-estimate --help`")
         return described(given, "the options")
     path = Path(arguments.model)
-    path = path / "config.json" if path.is_dir() else path
-    read = _read(path)
+    path, read = _read(path)
     if not {"model_type", "architectures", "text_config", "llm_config"} & read.keys():
         return described({**read, **given}, str(path))
     model = described_by_hugging_face(read, str(path))
@@ -197,16 +205,23 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
     fields = {name: getattr(model, name) for name in names} | given
     if isinstance(fields["moe_layers"], tuple):
         fields["moe_layers"] = [int(has_experts) for has_experts in fields["moe_layers"]]
-    if not fields["moe_layers"]:
+    if fields["moe_layers"] == []:
         del fields["moe_layers"]
     return described(fields, str(path))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that is meant, and what it says."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
+        if stat.S_ISDIR(path.stat().st_mode):
+            path = path / "config.json"
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may have no end
+            raise DescriptionError(f"{path}: no file")
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise DescriptionError(f"{path}: no description has more than {_MAX_FILE_BYTES} bytes")
-        text = path.read_text()
+        text = content.decode()
     except OSError as error:
         raise DescriptionError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -214,21 +229,23 @@ def _read(path: Path) -> dict[str, Any]:
     found = _parsed(path, text)
     if not isinstance(found, dict):
         raise DescriptionError(f"{path}: a description is a table of names and values")
-    return found
+    return path, found
 
 
 def _parsed(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if path.suffix == ".json":
             raise DescriptionError(f"{path}: no JSON: {error}") from None
+    if len(text) > _MAX_YAML_CHARS:
+        raise DescriptionError(f"{path}: no JSON, and no YAML description has more than {_MAX_YAML_CHARS} characters")
     import yaml  # nobody else needs it
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DescriptionError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, *_YAML_ERRORS) as error:
+        raise DescriptionError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())[:500]}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ output

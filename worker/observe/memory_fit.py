@@ -75,9 +75,10 @@ def _ways(
         recomputes.insert(1, Recompute.SELECTIVE)
     order = list(Recompute)
     for pipeline in _pipelines(model, num_gpus):
+        experts = _experts(model, num_gpus, pipeline)
         for recompute in [one for one in recomputes if order.index(one) >= order.index(shape.recompute)]:
             for tensor in _tensors(model, num_gpus, pipeline):
-                for expert in _experts(model, num_gpus, pipeline):
+                for expert in experts:
                     layout = ParallelLayout(
                         num_gpus,
                         tensor,
@@ -104,7 +105,9 @@ def _pipelines(model: ModelDescription, num_gpus: int) -> list[int]:
 
 
 def _experts(model: ModelDescription, num_gpus: int, stages: int) -> list[int]:
-    """Experts on one rank, or spread over as many as divide them."""
+    """Experts on one rank, or spread over as many as divide them: ranks of one stage."""
     if not model.num_experts:
         return [1]
-    return [size for size in range(1, model.num_experts + 1) if model.num_experts % size == num_gpus % (size * stages) == 0]
+    in_a_stage = num_gpus // stages
+    sizes = range(1, min(model.num_experts, in_a_stage) + 1)
+    return [size for size in sizes if model.num_experts % size == 0 and in_a_stage % size == 0]

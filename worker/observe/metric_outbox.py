@@ -12,11 +12,11 @@ import collections
 import math
 import operator
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rsup.supervisor import wire
 from rsup.supervisor.wire import MetricBin
+from rsup.worker.warned import warn_safely
 
 EVERY_S = 1.0
 LATER_S = 5.0
@@ -32,7 +32,11 @@ LARGEST = 2**62 - 1
 COLLECT_FROM = 1024
 """So many calls are sorted in though nothing is due: memory stays small."""
 
-_Taken = tuple[str, int, int, int, dict[str, float]]
+MAX_OVER = 64
+"""Messages of earlier entries that wait: an agent that does not read for so many restarts gets the newest."""
+
+_Taken = tuple[str, int, int, int, dict[str, float], int]
+"""Kind, iteration, time, consumed samples, values, entry."""
 
 
 def _bounded(number: int) -> int:
@@ -44,6 +48,11 @@ class MetricOutbox:
     """What one rank has reported and not sent."""
 
     def __init__(self) -> None:
+        self.entry = 0
+        """The rank's present entry into its training function, by the training thread; 0: without in-process restart."""
+        self._waiting_entry = 0
+        self._over: collections.deque[wire.RankMetrics] = collections.deque(maxlen=MAX_OVER)
+        """What waited when another entry began: it is told as of its own."""
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=MAX_TAKEN)
         self._waiting: dict[str, dict[str, list[MetricBin]]] = {}
         self._names: dict[str, set[str]] = {}
@@ -52,62 +61,85 @@ class MetricOutbox:
         """By kind: points of its longest series."""
         self._warned: set[str] = set()
 
-    def take(self, iteration: int, values: Mapping[str, float], consumed_samples: int, kind: str) -> None:
-        """By the training thread. Raise ValueError for an unknown `kind`; bad names and values are left out with a warning."""
+    def take(
+        self,
+        iteration: int,
+        values: Mapping[str, float],
+        consumed_samples: int,
+        kind: str,
+        at_s: float | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """By the training thread. Raise ValueError for an unknown `kind`; bad names and values are left out with a warning.
+
+        `at_s`: when the numbers were true, in seconds since the epoch (None: now). `warn`: says a line (None: a warning of
+        Python's, which is none of the training's errors).
+        """
         if kind not in wire.METRIC_KINDS:
             raise ValueError(f"unknown kind of metrics {kind!r}; use one of {wire.METRIC_KINDS}")
         names = self._names.setdefault(kind, set())
         good = {name: value for name, value in values.items() if type(value) is float and name in names}
         if len(good) < len(values):
-            good = dict(self._checked(values, kind, names))
+            good = dict(self._checked(values, kind, names, warn))
         if good:
-            where = (_bounded(iteration), time.time_ns() // 1000, _bounded(consumed_samples))
-            self._taken.append((kind, *where, good))
+            at_us = time.time_ns() // 1000 if at_s is None else int(at_s * 1e6)
+            where = (_bounded(iteration), at_us, _bounded(consumed_samples))
+            self._taken.append((kind, *where, good, self.entry))
 
-    def _checked(self, values: Mapping[str, float], kind: str, names: set[str]) -> Iterator[tuple[str, float]]:
-        for name, value in values.items():
+    def _checked(
+        self, values: Mapping[str, float], kind: str, names: set[str], warn: Callable[[str], None] | None
+    ) -> Iterator[tuple[str, float]]:
+        for key, value in values.items():
+            name = str(key)
             if name not in names:
                 if not name.isprintable() or not 0 < len(name.encode()) <= wire.MAX_METRIC_NAME_BYTES:
                     most = wire.MAX_METRIC_NAME_BYTES
-                    self._warn(f"the metric {name[:80]!r} is left out: a name has 1 to {most} bytes, all of them printable")
+                    self._say(
+                        f"the metric {name[:80]!r} is left out: a name has 1 to {most} bytes, all of them printable", warn
+                    )
                     continue
                 if len(names) >= wire.MAX_METRICS_A_KIND:
                     most = wire.MAX_METRICS_A_KIND
-                    self._warn(f"there are more than {most} {kind} metrics: {name!r} and further ones are left out", kind)
+                    self._say(f"there are more than {most} {kind} metrics: {name!r} and further ones are left out", warn, kind)
                     continue
             try:
                 number = float(value)
-            except (TypeError, ValueError, OverflowError):
-                self._warn(f"the metric {name!r} is left out: {type(value).__name__} is no number")
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is a tensor's of several numbers
+                self._say(f"the metric {name!r} is left out: {type(value).__name__} is no number", warn)
                 continue
             names.add(name)
             yield name, number
 
-    def _warn(self, text: str, once: str = "") -> None:
-        if (once or text) not in self._warned:
-            self._warned.add(once or text)
-            warnings.warn(f"rsup: {text}", RuntimeWarning, stacklevel=6)
+    def _say(self, text: str, warn: Callable[[str], None] | None, once: str = "") -> None:
+        if (once or text) in self._warned:
+            return
+        self._warned.add(once or text)
+        if warn is None:
+            warn_safely(text, 6)
+        else:
+            warn(text)
 
     # ------------------------------------------------------------------------------------------- by the session's thread
 
     def due(self, now_s: float, *, all_of_it: bool = False) -> list[wire.RankMetrics]:
         """What is to be sent now. `now_s`: monotonic; `all_of_it`: also what was to wait for its second."""
-        is_due = all_of_it or any(self._is_due(kind, now_s) for kind in self._names)
+        is_due = all_of_it or any(self._is_due(kind, now_s) for kind in tuple(self._names))  # the training thread adds to it
         if self._taken and (is_due or len(self._taken) >= COLLECT_FROM):
             self._collect()
-        messages = []
+        messages = list(self._over)
+        self._over.clear()
         for kind in list(self._waiting):
             if all_of_it or self._is_due(kind, now_s):
                 series = self._waiting.pop(kind)
                 self._sent_s[kind] = now_s
                 self._num_sent[kind] = self._num_sent.get(kind, 0) + max(map(len, series.values()))
-                messages.append(wire.RankMetrics(kind, series))
+                messages.append(wire.RankMetrics(kind, series, self._waiting_entry))
         return messages
 
     @property
     def is_empty(self) -> bool:
         """Nothing waits. From any thread."""
-        return not self._taken and not self._waiting
+        return not (self._taken or self._waiting or self._over)
 
     def _is_fine(self, kind: str) -> bool:
         return self._num_sent.get(kind, 0) < FINE_POINTS
@@ -120,6 +152,12 @@ class MetricOutbox:
         columns: dict[str, dict[str, tuple[list[_Taken], list[float]]]] = {}
         for _ in range(len(self._taken)):
             one = self._taken.popleft()
+            if one[5] != self._waiting_entry:
+                self._sort_in(columns)
+                columns = {}
+                self._over.extend(wire.RankMetrics(*waits, self._waiting_entry) for waits in self._waiting.items())
+                self._waiting = {}
+                self._waiting_entry = one[5]
             of_kind = columns.setdefault(one[0], {})
             for name, value in one[4].items():
                 column = of_kind.get(name)
@@ -127,6 +165,9 @@ class MetricOutbox:
                     column = of_kind[name] = ([], [])
                 column[0].append(one)
                 column[1].append(value)
+        self._sort_in(columns)
+
+    def _sort_in(self, columns: Mapping[str, Mapping[str, tuple[list[_Taken], list[float]]]]) -> None:
         for kind, of_kind in columns.items():
             series = self._waiting.setdefault(kind, {})
             num = len(series.keys() | of_kind.keys())

@@ -6,6 +6,7 @@ a Hugging Face `config.json` (`hf_config`). What it must have and has not is nam
 
 import dataclasses
 import difflib
+import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from typing import Any
 from rsup.supervisor.wire import UsageError
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 20_000
+MOST = 10**9
+"""Of any other number: far beyond every model, and small enough to compute with."""
+_MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "moe_router_topk": MAX_EXPERTS}
 
 
 class DescriptionError(UsageError):
@@ -157,6 +163,8 @@ def layers_with_experts(frequency: int | tuple[bool, ...], num_layers: int) -> t
         if len(frequency) != num_layers:
             raise DescriptionError(f"moe_layers: {len(frequency)} entries for {num_layers} layers; give one for each layer")
         return frequency
+    if num_layers > MAX_LAYERS:
+        raise DescriptionError(f"num_layers is {num_layers}; it should be {MAX_LAYERS} or less")
     if frequency < 1:
         raise DescriptionError(f"moe_layers: {frequency} is not 1 or more")
     return tuple(layer % frequency == 0 for layer in range(num_layers))
@@ -172,7 +180,8 @@ def described(fields: Mapping[str, Any], source: str) -> ModelDescription:
     kinds = typing.get_type_hints(ModelDescription)
     for name in fields:
         if name not in known:
-            raise DescriptionError(f"{source}: unknown field {name}{_near(name, list(known))}")
+            shown = name if isinstance(name, str) and name.isidentifier() else reprlib.repr(name)
+            raise DescriptionError(f"{source}: unknown field {shown[:80]}{_near(str(name)[:80], list(known))}")
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
         raise DescriptionError(f"{source}: the description lacks {' and '.join(missing)}")
@@ -193,7 +202,7 @@ def _near(name: str, known: list[str]) -> str:
 def _value(name: str, value: Any, kind: type, source: str) -> Any:
     words = {bool: "true or false", int: "a whole number", str: "a word"}
     if type(value) is not kind:
-        raise DescriptionError(f"{source}: {name} is {value!r}; it should be {words[kind]}")
+        raise DescriptionError(f"{source}: {name} is {reprlib.repr(value)}; it should be {words[kind]}")
     return value
 
 
@@ -202,7 +211,7 @@ def _pattern(value: Any) -> int | tuple[bool, ...]:
         return value
     if isinstance(value, list) and all(entry in (0, 1) for entry in value):
         return tuple(map(bool, value))
-    raise DescriptionError(f"moe_layers is {value!r}; it should be a whole number, or a list of 0 and 1")
+    raise DescriptionError(f"moe_layers is {reprlib.repr(value)}; it should be a whole number, or a list of 0 and 1")
 
 
 def _check(model: ModelDescription) -> None:
@@ -211,6 +220,9 @@ def _check(model: ModelDescription) -> None:
         least = 1 if field.default is dataclasses.MISSING else 0
         if type(value) is int and value < least:
             raise DescriptionError(f"{field.name} is {value}; it should be {least} or more")
+        most = _MOST.get(field.name, MOST)
+        if type(value) is int and value > most:
+            raise DescriptionError(f"{field.name} is {value:.4g}; it should be {most} or less")
     if model.normalization not in NORMALIZATIONS:
         raise DescriptionError(f"normalization is {model.normalization!r}; it should be {' or '.join(NORMALIZATIONS)}")
     if not model.kv_channels and model.hidden_size % model.num_attention_heads and not model.has_latent_attention:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rsup.supervisor.wire import UsageError
+from rsup.worker.observe.model_description import ModelDescription
 
 
 class LayoutError(UsageError):
@@ -83,3 +84,29 @@ def _divide(world_size: int, sizes: dict[str, int]) -> None:
     if world_size % product:
         text = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise LayoutError(f"{world_size} ranks are no multiple of {text} = {product}")
+
+
+def check_model(layout: ParallelLayout, model: ModelDescription) -> None:
+    """Raise `LayoutError` where that model cannot be spread so: parts of it would be left over, or ranks without one."""
+    chunks = layout.virtual_pipeline or 1
+    if chunks > 1 and layout.pipeline == 1:
+        raise LayoutError(f"{chunks} model chunks of a stage need more than one pipeline stage")
+    if layout.pipeline * chunks > model.num_layers:
+        parts = f"{layout.pipeline} pipeline stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+        raise LayoutError(f"{parts} are more than the model's {model.num_layers} layers")
+    tensor, groups = layout.tensor, model.num_groups
+    if model.num_attention_heads % tensor:
+        raise LayoutError(f"num_attention_heads {model.num_attention_heads} is not divisible by tensor {tensor}")
+    if not model.has_latent_attention and groups % tensor and tensor % groups:
+        raise LayoutError(f"num_query_groups {groups} and tensor {tensor} do not divide each other")
+    if layout.expert > 1 and (not model.num_experts or model.num_experts % layout.expert):
+        raise LayoutError(f"num_experts {model.num_experts} is not divisible by expert {layout.expert}")
+
+
+def check_sequence(layout: ParallelLayout, seq_length: int) -> None:
+    """Raise `LayoutError` where a sequence of so many tokens cannot be divided among the ranks."""
+    if layout.context > 1 and seq_length % (2 * layout.context):  # each rank has two parts, for an even load
+        raise LayoutError(f"seq_length {seq_length} is not divisible by 2 x context {layout.context}")
+    if layout.sequence_parallel and seq_length // layout.context % layout.tensor:
+        of_a_rank = f"seq_length {seq_length}" + (f" / context {layout.context}" if layout.context > 1 else "")
+        raise LayoutError(f"{of_a_rank} is not divisible by tensor {layout.tensor}")

@@ -2,7 +2,8 @@
 people's scripts read: time, job, number of GPUs, what happened, separated by tabs.
 
 The cumulative throughput counts from the first start with today's number of ranks that no start with another number follows.
-What an asynchronous save says of it holds from the line on that says that it is saved.
+What is said when an asynchronous save begins holds from the line on that says that it is saved; the figures stand in the first
+of the two lines, where Megatron-LM's reader takes them, and are of that moment.
 """
 
 import os
@@ -17,6 +18,7 @@ from rsup.worker.observe.contract import Warn
 PROGRESS_FILE = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _FLOPS = re.compile(r"Floating-point operations: ([0-9.eE+-]+|inf|nan)")
+_SAVE = re.compile(r"\t(Saved|Saving)(?: async)? checkpoint\tIteration: (\d+)")
 _RANKS = re.compile(r"# GPUs: (\d+)")
 
 
@@ -46,17 +48,24 @@ class ProgressLog:
         self._append("Starting job")
         self._first = self._first_start()
 
-    def saving(self, iteration: int) -> None:
-        """An asynchronous save of that iteration has begun."""
-        self._append(f"Saving async checkpoint\tIteration: {iteration}")
+    def saving(self, iteration: int, flops_so_far: float, num_tokens: int) -> None:
+        """An asynchronous save of that iteration has begun. `flops_so_far`, `num_tokens`: since the training's beginning."""
+        self._tell("Saving async checkpoint", iteration, flops_so_far, num_tokens)
 
-    def saved(self, iteration: int, flops_so_far: float, num_tokens: int, is_async: bool) -> None:
-        """The checkpoint of that iteration is durable. `flops_so_far`, `num_tokens`: since the beginning of the training."""
+    def saved_async(self, iteration: int) -> None:
+        """The checkpoint of that iteration, of which `saving` spoke, is durable."""
+        self._append(f"Saved async checkpoint\tIteration: {iteration}")
+
+    def saved(self, iteration: int, flops_so_far: float, num_tokens: int) -> None:
+        """The checkpoint of that iteration was saved while training stood still. See `saving`."""
+        self._tell("Saved checkpoint", iteration, flops_so_far, num_tokens)
+
+    def _tell(self, what: str, iteration: int, flops_so_far: float, num_tokens: int) -> None:
         now = datetime.now()
         own = self._rate(self._started, now, flops_so_far)
         overall = self._rate(self._first or self._started, now, flops_so_far)
         self._append(
-            f"Saved {'async ' if is_async else ''}checkpoint\tIteration: {iteration}"
+            f"{what}\tIteration: {iteration}"
             f"\tJob throughput: {own:.1f} TFLOP/s/GPU\tCumulative throughput: {overall:.1f} TFLOP/s/GPU"
             f"\tFloating-point operations: {flops_so_far:.2e}\tTokens (in billions): {num_tokens / 1e9:.2f}",
             now,
@@ -85,9 +94,10 @@ class ProgressLog:
 
 
 def first_start(lines: Iterable[str], world_size: int) -> _Start | None:
-    """The first start with that many ranks behind the last one with another number, and what had been computed before it."""
+    """The first start with that many ranks behind the last one with another number, and what had been computed before it: by
+    the newest checkpoint that is durable. Figures of an asynchronous one that is not are in `not_yet`, by its iteration."""
     found: _Start | None = None
-    flops = 0.0
+    flops, not_yet = 0.0, dict[str, float]()
     for line in lines:
         ranks, at = _RANKS.search(line), _time_of(line)
         if ranks is None or at is None:
@@ -96,8 +106,13 @@ def first_start(lines: Iterable[str], world_size: int) -> _Start | None:
             found = None
         elif found is None and "Starting job" in line:
             found = _Start(at, flops)
-        if "Saved" in line and (told := _FLOPS.search(line)):
-            flops = float(told[1])
+        if (event := _SAVE.search(line)) is None:
+            continue
+        what, iteration = event.groups()
+        if told := _FLOPS.search(line):
+            not_yet[iteration] = float(told[1])
+        if what == "Saved":
+            flops = not_yet.pop(iteration, flops)
     return found
 
 

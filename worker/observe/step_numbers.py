@@ -11,20 +11,43 @@ from rsup.worker.observe.late_scalars import Value
 from rsup.worker.observe.log_points import StepRecord
 from rsup.worker.observe.step_reduction import SumAndCount
 
+Loss = Value | tuple[Value, Value] | None
+"""Of one rank and step: a mean, a sum and a count, or none."""
+
+
+def loss_values(loss: Loss) -> tuple[Sequence[Value], int]:
+    """What is to be read of a loss, and how many numbers that is; 0 for None. Raise `TypeError` for what is none."""
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() in (1, 2):
+            return (loss,), loss.numel()
+        raise TypeError(f"it has the shape {list(loss.shape)}, not [] or [2], sum and count")
+    if loss is None:
+        return (), 0
+    if isinstance(loss, tuple | list) and len(loss) == 2 and all(_is_number(part) for part in loss):
+        return loss, 2
+    if _is_number(loss):
+        return (float(loss),), 1  # type: ignore[arg-type]
+    raise TypeError(f"it is a {type(loss).__name__}, neither a number nor (sum, count)")
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
+
 
 @dataclass(frozen=True)
 class StepNumbers:
     """What one step gives the log. `iteration`: 1-based, global; `consumed_samples`: of all ranks, the step's included.
 
-    `losses`: of this rank; `[]`, the mean, which counts as one; or `[2]`, sum and count (of tokens, say), which are added up
-    over ranks before they are divided; `{}` where this rank has none. Tensors are on any device, and read as they are in the
-    step's call, on the current stream. `learning_rate`, `grad_norm`, `params_norm`, `num_zeros`: the greatest of all ranks
-    counts, None: this rank has none. `skipped`: parameters were not updated; `computed`: anything was computed at all.
+    `losses`: of this rank; `[]`, the mean, which counts as one; or `[2]`, or a tuple, sum and count (of tokens, say), which are
+    added up over ranks before they are divided; None, or not there, where this rank has none. Tensors are on any device, and
+    read as they are in the step's call, on the current stream. `learning_rate`, `grad_norm`, `params_norm`, `num_zeros`,
+    `max_attention_logit` (the greatest product of a query and a key, before the softmax): the greatest of all ranks counts,
+    None: this rank has none. `skipped`: parameters were not updated; `computed`: anything was computed at all.
     """
 
     iteration: int
     consumed_samples: int
-    losses: Mapping[str, torch.Tensor | float]
+    losses: Mapping[str, Loss]
     learning_rate: float | None
     global_batch_size: int
     skipped: bool = False
@@ -35,6 +58,7 @@ class StepNumbers:
     computed: bool = True
     skipped_samples: int = 0
     """Since the beginning of the run: samples that are counted and that nobody trained on."""
+    max_attention_logit: Value | None = None
 
 
 class StepFigures(NamedTuple):
@@ -44,27 +68,31 @@ class StepFigures(NamedTuple):
     grad_norm: float | None
     num_zeros: float | None
     params_norm: float | None
+    max_attention_logit: float | None
     losses: dict[str, SumAndCount]
 
 
 class PendingStep(NamedTuple):
-    """A step whose numbers are on their way. `has`: which of the figures it has. `losses`: names, and how many numbers each."""
+    """A step whose numbers are on their way. `has`: which of the figures it has. `losses`: names, and how many numbers each.
+    `at_s`: when it was handed in, in seconds since the epoch."""
 
     numbers: StepNumbers
     has: tuple[bool, ...]
     losses: tuple[tuple[str, int], ...]
+    at_s: float
     memory: Mapping[str, float] = MappingProxyType({})
 
     def read(self, row: Sequence[float]) -> StepFigures:
         """What the copied numbers say, in the order in which they were handed to `LateScalars`."""
         values = iter(row)
-        loss_scale, grad_norm, num_zeros, params_norm = [next(values) if has else None for has in self.has]
+        loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit = [next(values) if has else None for has in self.has]
         losses = {name: (next(values), next(values) if size == 2 else 1.0) for name, size in self.losses}
-        return StepFigures(loss_scale, grad_norm, num_zeros, params_norm, losses)
+        return StepFigures(loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit, losses)
 
     def record(self, figures: StepFigures, losses: Mapping[str, float], maxima: Sequence[float | None]) -> StepRecord:
-        """The step over all ranks. `losses`: means; `maxima`: learning rate, gradient norm, zeros, norm of the parameters."""
-        numbers, (learning_rate, grad_norm, num_zeros, params_norm) = self.numbers, maxima
+        """The step over all ranks. `losses`: means; `maxima`: learning rate, gradient norm, zeros, norm of the parameters,
+        logit."""
+        numbers, (learning_rate, grad_norm, num_zeros, params_norm, max_attention_logit) = self.numbers, maxima
         return StepRecord(
             numbers.iteration,
             numbers.consumed_samples,
@@ -77,4 +105,6 @@ class PendingStep(NamedTuple):
             params_norm,
             numbers.skipped_samples,
             self.memory,
+            self.at_s,
+            max_attention_logit,
         )

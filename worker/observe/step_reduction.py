@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 SumAndCount = tuple[float, float]
-_NONE = -1.0
-"""Among maxima: this rank has none. Megatron-LM's, too."""
+_NONE = -math.inf
+"""Among maxima: this rank has none. Below every number: a logit may well be negative."""
 _INFINITE = sys.float_info.max
 """Among maxima: infinite. NaN, which no maximum keeps, goes as infinity."""
 
@@ -27,7 +27,7 @@ class Reduced(NamedTuple):
 
 
 class StepReduction:
-    """Reduces over `group` (None: all ranks, where there are any). All methods are collective.
+    """Reduces over `group` (None: all ranks, where there are any). All methods but `alone` are collective.
 
     Over gloo the numbers stay on the host; over another backend they go through the current GPU.
     """
@@ -51,8 +51,7 @@ class StepReduction:
         equally many steps, and of as many maxima."""
         flat = [_sent(value) for row in maxima for value in row]
         if self.world_size == 1:
-            self._learn(losses)
-            return self._parted(losses, self._table(losses), flat, maxima), extra
+            return self.alone(losses, maxima), extra
         new = self._new(losses)
         flat, is_new = self._maxima(flat, bool(new))
         if is_new:
@@ -61,6 +60,11 @@ class StepReduction:
         dist.all_reduce(table, group=self._group)
         *sums, extra_sum, extra_count = table.tolist()
         return self._parted(losses, sums, flat, maxima), (extra_sum, extra_count)
+
+    def alone(self, losses: Sequence[Mapping[str, SumAndCount]], maxima: Sequence[Sequence[float | None]]) -> list[Reduced]:
+        """All steps over this rank only. Not collective: no collective may follow where there are several ranks."""
+        self._learn(losses)
+        return self._parted(losses, self._table(losses), [_sent(value) for row in maxima for value in row], maxima)
 
     def barrier(self) -> None:
         """Meet the other ranks."""
@@ -121,6 +125,6 @@ def _sent(value: float | None) -> float:
 def _received(value: float) -> float | None:
     if value == _NONE:
         return None
-    if math.isinf(value):
+    if value == math.inf:
         return math.nan
     return math.inf if value == _INFINITE else value

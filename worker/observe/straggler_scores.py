@@ -21,6 +21,8 @@ MIN_EXCESS_SHARE = 0.01
 """Of the time of an iteration: what a rank must cost the others to be named."""
 LOW_CLOCK = 0.9
 """Of the median of the others' clocks: below it a clock is called low."""
+BUSY_POWER = 0.5
+"""Of the median of the others' power: with less a device has nothing to do, and a low clock says nothing of it."""
 DATA_SECTIONS = frozenset({"batch-generator"})
 """Where a rank waits for its data rather than computes."""
 SHARED_SECTIONS = frozenset({"step", "setup", "checkpointing", "forward-backward", "all-grads-sync"})
@@ -95,7 +97,7 @@ def make_report(
         len(ranks),
         slowest=[_score(of_rank, compared, kernels) for of_rank in reversed(by_work[-num_listed:])],
         fastest=[_score(of_rank, compared, kernels) for of_rank in by_work[:num_listed]],
-        stragglers=[_told(one, ranks) for one in slow[:MAX_STRAGGLER_RANKS]],
+        stragglers=[_told(one, ranks, kernels) for one in slow[:MAX_STRAGGLER_RANKS]],
     )
 
 
@@ -198,7 +200,7 @@ def _median_of_others(times: Sequence[float], mine: float) -> float:
     return (times[low + (low >= place)] + times[high + (high >= place)]) / 2
 
 
-def _told(one: _Slowness, ranks: Sequence[RankTimes]) -> Straggler:
+def _told(one: _Slowness, ranks: Sequence[RankTimes], kernels: Mapping[int, tuple[float, float]]) -> Straggler:
     mine, name = one.mine, one.section
     others = [other for other in ranks if other.rank != mine.rank]
     figures = ""
@@ -207,20 +209,32 @@ def _told(one: _Slowness, ranks: Sequence[RankTimes]) -> Straggler:
         usual_ms = (time_s - one.excess_s) * 1e3
         figures = f" ({time_s * 1e3:.1f} ms an iteration, median of the others {usual_ms:.1f})"
     cause, why = _cause(mine, others, name, one.excess_s)
-    text = f"rank {mine.rank} ({mine.device}, {mine.node}) {one.slowdown:.1f}x slower in {name}{figures}: {why}"
-    return Straggler(mine.rank, mine.device, mine.node, name, one.slowdown, one.individual, cause, text)
+    device = "CPU" if mine.device.startswith("CPU-") else mine.device  # a stand-in's long name says nothing to people
+    text = f"rank {mine.rank} ({device}, {mine.node}) {one.slowdown:.1f}x slower in {name}{figures}: {why}"
+    return Straggler(
+        mine.rank, mine.device, mine.node, name, one.slowdown, one.individual, cause, text, _usual(name, ranks, kernels)
+    )
+
+
+def _usual(name: str, ranks: Sequence[RankTimes], kernels: Mapping[int, tuple[float, float]]) -> float:
+    """The median of all ranks' individual scores in that section: below 1 all have become slower, as when the batch grows."""
+    if name == KERNELS:
+        scores = [individual for _, individual in kernels.values()]
+    else:
+        scores = [_individual(of_rank, name) for of_rank in ranks if of_rank.times.get(name, 0.0) > 0]
+    return statistics.median(scores)
 
 
 def _cause(mine: RankTimes, others: Sequence[RankTimes], name: str, excess_s: float | None) -> tuple[str, str]:
     """One of `wire.STRAGGLER_CAUSES`, and its figures in words."""
     if name in DATA_SECTIONS:
         return "data", "it waits for its data"
+    usual_wait_s = statistics.median([other.host_wait_s for other in others])
+    if excess_s is not None and mine.host_wait_s - usual_wait_s >= excess_s / 2:  # first: its GPU idles, whatever that shows
+        return "host", f"its host's processors are busy: it waited {mine.host_wait_s * 1e3:.1f} ms an iteration for one"
     cause = _device_cause(mine.sensors, others)
     if cause and mine.sensors is not None:
         return cause, _said(cause, mine.sensors)
-    usual_wait_s = statistics.median([other.host_wait_s for other in others])
-    if excess_s is not None and mine.host_wait_s - usual_wait_s >= excess_s / 2:
-        return "host", f"its host's processors are busy: it waited {mine.host_wait_s * 1e3:.1f} ms an iteration for one"
     return "", "no sensor shows why" if mine.sensors is not None else "no sensors"
 
 
@@ -237,7 +251,13 @@ def _device_cause(sensors: DeviceSensors | None, others: Sequence[RankTimes]) ->
         )  # busy GPUs are at their cap: it has to cost this one more than others
         if reason in sensors.throttle_reasons and (is_low or not is_usual):
             return cause
-    return "clocks" if is_low else ""
+    return "clocks" if is_low and _is_busy(sensors, others) else ""
+
+
+def _is_busy(sensors: DeviceSensors, others: Sequence[RankTimes]) -> bool:
+    """Whether the device draws power as one that computes; one that waits for its host lowers its clock, too."""
+    powers = [power for other in others if other.sensors is not None and (power := other.sensors.power_w) is not None]
+    return sensors.power_w is not None and bool(powers) and sensors.power_w >= BUSY_POWER * statistics.median(powers)
 
 
 def _said(cause: str, sensors: DeviceSensors) -> str:

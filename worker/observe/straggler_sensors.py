@@ -9,6 +9,7 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rsup.supervisor.wire import DeviceSensors
@@ -39,7 +40,7 @@ class SensorReader:
         try:
             self._nvml.nvmlInit()
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        except (self._nvml.NVMLError, OSError) as error:
+        except Exception as error:  # the bindings' own, and ctypes' where a library is older or broken
             raise LookupError(f"NVML does not give {uuid}: {error}") from None
         self._max_clock_mhz = self._ask(self._nvml.nvmlDeviceGetMaxClockInfo, SM_CLOCK)
         self._lock = threading.Lock()
@@ -49,11 +50,11 @@ class SensorReader:
         """Take a reading; whether the device told anything."""
         nvml = self._nvml
         reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-        reasons = reasons or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
+        reasons = reasons or getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
         clock_mhz = self._ask(nvml.nvmlDeviceGetClockInfo, SM_CLOCK)
         power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage)
         temperature_c = self._ask(nvml.nvmlDeviceGetTemperature, TEMPERATURE_OF_GPU)
-        bits = self._ask(reasons)
+        bits = None if reasons is None else self._ask(reasons)
         if clock_mhz is None and power_mw is None and temperature_c is None and bits is None:
             return False
         with self._lock:
@@ -81,7 +82,7 @@ class SensorReader:
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> float | None:
         try:
             return float(question(self._handle, *arguments))
-        except (self._nvml.NVMLError, OSError):
+        except Exception:  # as above: what the device does not say is left out
             return None
 
 
@@ -94,8 +95,7 @@ class SensorWatch:
         self._warn = warn
         self._nvml = nvml
         self._read_every_s = read_every_s
-        self._reader: SensorReader | None = None
-        self._trouble = ""
+        self._readings = _Readings()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -104,7 +104,8 @@ class SensorWatch:
         if self._thread is not None or not self._uuid.startswith(("GPU-", "MIG-")):
             return
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._is_over,), name="rsup-sensors", daemon=True)
+        told = (self._uuid, self._nvml, self._readings, self._is_over, self._read_every_s)
+        self._thread = threading.Thread(target=_read_until, args=told, name="rsup-sensors", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -114,25 +115,36 @@ class SensorWatch:
 
     def take(self) -> DeviceSensors | None:
         """See `SensorReader.take`."""
-        if self._trouble:
-            self._warn(self._trouble)
-            self._trouble = ""
-        reader = self._reader
+        readings = self._readings
+        if readings.trouble:
+            self._warn(readings.trouble)
+            readings.trouble = ""
+        reader = readings.reader
         return None if reader is None else reader.take()
 
-    def _run(self, is_over: threading.Event) -> None:
-        try:
-            reader = SensorReader(self._uuid, self._nvml) if self._reader is None else self._reader
-        except LookupError as error:
-            self._trouble = f"stragglers are reported without sensors: {error}"
-            return
-        self._reader = reader
+
+@dataclass
+class _Readings:
+    """What the thread and its watch share. The thread knows nobody else: in a driver that never answers it would keep the
+    trainer alive whose `warn` it had."""
+
+    reader: SensorReader | None = None
+    trouble: str = ""
+
+
+def _read_until(uuid: str, nvml: Any, readings: _Readings, is_over: threading.Event, every_s: float) -> None:
+    try:
+        reader = SensorReader(uuid, nvml) if readings.reader is None else readings.reader
+        readings.reader = reader
         while not is_over.is_set():
             if not reader.read():
-                self._reader = None
-                self._trouble = f"the sensors of {self._uuid} answer no more: stragglers are reported without them"
+                readings.reader = None
+                readings.trouble = f"the sensors of {uuid} answer no more: stragglers are reported without them"
                 return
-            is_over.wait(self._read_every_s)
+            is_over.wait(every_s)
+    except Exception as error:  # the thread's outermost frame: it becomes a warning
+        readings.reader = None
+        readings.trouble = f"stragglers are reported without sensors: {error}"
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -18,6 +18,7 @@ fit is left out with a warning, and training goes on. Files are plain dicts (`to
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from rsup.worker.observe.dump_files import append_lines, free_disk_bytes, memory
 from rsup.worker.observe.dump_hooks import Collected, IsWatched, ModuleHooks, is_linear
 from rsup.worker.observe.dump_plan import ACTIVATIONS, DGRADS, LABELS, PARAMS, TOKENS_PER_EXPERT, WGRADS, DumpPlan, size_text
 from rsup.worker.observe.tokens_per_expert import ExpertPlace, TokenCounts, lines_until, place_of
+
+_NOT_THERE = {WGRADS: "its gradients were not used", PARAMS: "its parameters were not updated"}
+"""Why something is missing of an iteration that ran."""
 
 
 class TensorDumps:
@@ -51,16 +55,21 @@ class TensorDumps:
         self._intervals = {interval for label, interval in plan.intervals.items() if label in LABELS and interval >= 1}
         self._chunks = {f"model_chunk{index}": chunk for index, chunk in enumerate(chunks)}
         self._hooks = ModuleHooks(self._chunks, is_watched, plan.micro_batches)
-        self._tokens = TokenCounts(place, warn=warn)
-        self._warn = warn
+        self._warned: set[str] = set()
+        self._warn_people = warn
+        self._tokens = TokenCounts(place, warn=self._warn)
         self._due: frozenset[str] = frozenset()
         """What this rank collects now; empty outside of a due iteration."""
         self._collected = Collected(0)
         self._iteration = 0
         self._lines: list[str] = []
+        self._missed: dict[str, str] = {}
+        """What was due and not there to collect, and why, until `write` says it."""
         self._last_sizes: dict[str, int] = {}
+        self._said_missing: set[tuple[str, str]] = set()
+        """Labels, and why they are missing, without the figures; a label that is written again is forgotten."""
         for problem in plan.problems():
-            warn(problem)
+            self._warn(problem)
 
     def due(self, iteration: int) -> bool:
         """See `Dumps`."""
@@ -76,7 +85,8 @@ class TensorDumps:
     def _collecting(self, iteration: int, due: frozenset[str]) -> Iterator[None]:
         self._due, self._iteration = due, iteration
         try:
-            self._collected = Collected(self._budget_bytes())
+            self._collected = Collected(*self._budget())
+            self._missed = {label: why for label, why in _NOT_THERE.items() if label in due}
             self._refuse_what_was_too_large()
             self._watch()
             yield
@@ -106,20 +116,27 @@ class TensorDumps:
 
     def gradients(self) -> None:
         """See `Dumps`. `main_grad` where a parameter has one, else `grad`; parameters without a gradient are left out."""
+        self._missed.pop(WGRADS, None)
         if WGRADS in self._due:
             self._keep(WGRADS, _gradient)
 
     def updated(self) -> None:
         """See `Dumps`."""
+        self._missed.pop(PARAMS, None)
         if PARAMS in self._due:
             self._keep(PARAMS, lambda parameter: parameter.data)
 
-    def write(self) -> list[Path]:
+    def write(self, iteration: int | None = None) -> list[Path]:
         """See `Dumps`. Waits for the disk. Whatever cannot be written is said, once; the rest is written."""
-        collected, lines = self._collected, self._lines
+        if iteration is not None and iteration != self._iteration:
+            self._drop()
+            self._iteration = iteration
+            due = self._plan.due(iteration) if self._plan.position.is_writer else ()  # one rank says it for its part
+            self._missed = {label: "it was left out" for label in LABELS if label in due}
+        collected, lines, missed = self._collected, self._lines, self._missed
         self._drop()
         written = []
-        for label, why in collected.refused.items():
+        for label, why in (missed | collected.refused).items():
             self._say_missing(label, why)
         if collected.left_out:
             kinds = ", ".join(f"{key} ({kind})" for key, kind in list(collected.left_out.items())[:3])
@@ -130,6 +147,7 @@ class TensorDumps:
                 self._require_room(collected.sizes[label])
                 write_dump(path, dict(content))
                 self._last_sizes[label] = collected.sizes[label]
+                self._said_missing = {(other, why) for other, why in self._said_missing if other != label}
                 written.append(path)
         if lines:
             with self._said(TOKENS_PER_EXPERT):
@@ -173,17 +191,26 @@ class TensorDumps:
                 self._collected.put(label, chunk, name, tensor)
 
     def _drop(self) -> None:
-        self._collected, self._lines = Collected(0), []
+        self._collected, self._lines, self._missed = Collected(0), [], {}
 
     # ------------------------------------------------------------------------------------------------------------- room
 
     def _budget_bytes(self) -> int:
-        """What may be collected now: it has to fit into the host's memory, and then onto the disk."""
+        return self._budget()[0]
+
+    def _budget(self) -> tuple[int, str]:
+        """What may be collected now, and of what that is: it has to fit into the host's memory, and then onto the disk, as the
+        dumps of the other ranks of this node."""
         try:
             on_disk = free_disk_bytes(self._plan.folder) - self._plan.keep_free_bytes
         except OSError:  # the write will say what is wrong
             on_disk = 1 << 62
-        return max(0, min(on_disk, memory_for_dumps_bytes()))
+        in_memory = memory_for_dumps_bytes()
+        kept = size_text(self._plan.keep_free_bytes)
+        where = f"on the disk, of which {kept} stay free" if on_disk < in_memory else "in half of the host memory that is left"
+        if self._plan.share < 1:
+            where += ", shared with the other ranks of this node"
+        return max(0, int(min(on_disk, in_memory) * self._plan.share)), where
 
     def _refuse_what_was_too_large(self) -> None:
         """Hooks copy before anybody knows how much there will be: the last dump of the same tells."""
@@ -204,9 +231,18 @@ class TensorDumps:
         except OSError as error:
             self._say_missing(label, error.strerror or str(error))
 
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn_people(text)
+
     def _say_missing(self, label: str, why: str) -> None:
-        text = f"{label.replace('_', ' ')} of iteration {self._iteration} are not dumped to {self._plan.folder}: {why}"
-        self._warn(text)
+        kind = (label, re.sub(r"\d+(\.\d+)?( [KMGTP]?B)?", "", why))
+        if kind not in self._said_missing:
+            self._said_missing.add(kind)
+            self._warn_people(
+                f"{label.replace('_', ' ')} of iteration {self._iteration} are not dumped to {self._plan.folder}: {why}"
+            )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -44,6 +44,11 @@ class TimerLike(Protocol):
 class TimersLike(Protocol):
     """See `rsup.worker.observe.timers.Timers`."""
 
+    @property
+    def log_option(self) -> str:
+        """What is printed of them, one of `timer_report.OPTIONS`."""
+        ...
+
     def __call__(self, name: str, log_level: int | None = None) -> TimerLike: ...
 
     def gather(
@@ -93,6 +98,8 @@ OFF = OffTimer()
 
 class NoTimers:
     """All timers are off, and nothing is reported. No call is collective."""
+
+    log_option = "minmax"
 
     def __call__(self, name: str, log_level: int | None = None) -> TimerLike:
         return OFF

@@ -124,7 +124,7 @@ class Timers:
                 f"timers of level {log_level}, option {log_option!r}, mode {mode!r}: none of 0 to 2, {OPTIONS}, {MODES}"
             )
         self._log_level = log_level
-        self._log_option = log_option
+        self.log_option = log_option
         self._device = torch.device("cpu") if device is None else device
         self._group = group
         self._barrier_with_level_1 = barrier_with_level_1
@@ -169,11 +169,15 @@ class Timers:
     ) -> GatheredTimes:
         """Times of all ranks, divided by `normalizer` (the number of steps since the last reset). Collective: one all-gather.
 
-        `names`: the same on all ranks, and none means no collective; None: all timers of each rank, which may differ.
+        `names`: the same on all ranks, and none means no collective; None: all timers of each rank, which may differ: that
+        gathers objects, and takes several times as long. `barrier`: meet the other ranks once before the times are read,
+        whether this rank's timers run or not.
         """
         if names is not None and not names:
             return NOTHING
-        mine = {name: timer.elapsed_s(reset, barrier) for name, timer in self._timers.items() if names is None or name in names}
+        if barrier:  # once for all: a timer may run on some ranks only
+            self._settle("gather", True)
+        mine = {name: timer.elapsed_s(reset) for name, timer in self._timers.items() if names is None or name in names}
         if not self._is_distributed():
             return merged([mine], normalizer)
         if names is None:
@@ -186,7 +190,7 @@ class Timers:
         self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str | None:
         """What is to be printed of them, in milliseconds a step, on every rank; None for nothing. Collective, as `gather`."""
-        return self.gather(names, normalizer, reset, barrier).text(self._log_option)
+        return self.gather(names, normalizer, reset, barrier).text(self.log_option)
 
     def maxima(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = False) -> dict[str, float]:
         """The longest time of each over ranks, in seconds a step. Collective, as `gather`."""

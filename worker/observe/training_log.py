@@ -3,7 +3,15 @@
     log = TrainingLog(TrainingLogOptions(train_iters=1000), group=group, writers=writers, say=say, warn=warn)
     for iteration in range(1, 1001):
         ...
-        log.step(StepNumbers(iteration, consumed_samples, {"lm loss": loss}, lr, global_batch_size, grad_norm=norm))
+        log.step(
+            StepNumbers(
+                iteration=iteration,
+                consumed_samples=consumed_samples,
+                losses={"lm loss": loss},
+                learning_rate=lr,
+                global_batch_size=global_batch_size,
+            )
+        )
     log.flush()
     log.close()
 
@@ -14,7 +22,7 @@ those of the seed's section 2.1.
 """
 
 import contextlib
-import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -22,25 +30,31 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from rsup.worker.observe.console_line import PPL_LIMIT, LineNumbers, evaluation_line, log_line
-from rsup.worker.observe.contract import Point, Warn, Writer
+from rsup.worker.observe.closing import close_writers, each_in_turn
+from rsup.worker.observe.console_line import LineNumbers, evaluation_line, log_line, perplexity
+from rsup.worker.observe.contract import CLOSE_WITHIN_S, Point, Warn, Writer
 from rsup.worker.observe.interval_counters import Interval, IntervalCounters
 from rsup.worker.observe.late_scalars import LateScalars, Value
 from rsup.worker.observe.log_points import StepRecord, interval_points, memory_points, step_points, validation_points
-from rsup.worker.observe.step_numbers import PendingStep
+from rsup.worker.observe.step_numbers import PendingStep, loss_values
 from rsup.worker.observe.step_numbers import StepNumbers as StepNumbers
 from rsup.worker.observe.step_reduction import StepReduction, SumAndCount
 from rsup.worker.observe.timer_contract import NO_TIMERS, TimersLike
 
 FLUSH_AFTER_STEPS = 1024
 """Steps whose numbers wait at most: with a long log interval they are reduced and written in between."""
+FLUSH_AFTER_S = 60.0
+"""About as long they wait at most; in steps, by the time of the slowest rank's, so that all ranks agree."""
+DEVICE_WITHIN_S = 5.0
+"""How long a way out waits for the newest numbers of a device: a kernel that waits for a rank that is gone never ends."""
 
 
 @dataclass(frozen=True)
 class TrainingLogOptions:
     """What is logged. An interval of 0: never. `flops_per_step`: of all ranks together, or a function of the global batch size.
 
-    `log_timers`: times of parts go to the writers, too; `timer_option`: which are printed, see `timer_report`.
+    `log_timers`: times of parts go to the writers, too; `timer_option`: which are printed, see `timer_report`; None: as the
+    timers themselves say.
     `tokens_per_sample`: for tokens a second; 0: not said.
     """
 
@@ -53,7 +67,7 @@ class TrainingLogOptions:
     log_world_size: bool = False
     log_memory: bool = False
     log_timers: bool = False
-    timer_option: str = "minmax"
+    timer_option: str | None = None
     log_validation_ppl: bool = False
     flops_per_step: float | Callable[[int], float] | None = None
     tokens_per_sample: int = 0
@@ -113,6 +127,10 @@ class TrainingLog:
         self._counters = IntervalCounters()
         self._late = LateScalars()
         self._pending: list[PendingStep] = []
+        self._flush_after = FLUSH_AFTER_STEPS
+        self._reduced_at_s = 0.0
+        """By the clock of the steps."""
+        self._given_up: list[Writer] = []
         self._known_losses: set[str] = set()
         """Of the last step that updated."""
         self._is_closed = False
@@ -138,18 +156,23 @@ class TrainingLog:
     # ------------------------------------------------------------------------------------------------------- each step
 
     def step(self, numbers: StepNumbers) -> None:
-        """One step more; every step, on every rank. Waits, and meets the other ranks, at log points only (see `is_due`)."""
+        """One step more; every step, on every rank. Waits, and meets the other ranks, only where `waits_at` says so."""
         computed = numbers.global_batch_size if numbers.computed else 0
         self._counters.add_step(numbers.skipped, self._flops(computed), computed)
         self._remember(numbers)
         if self.is_due(numbers.iteration):
             self._report(numbers)
-        elif len(self._pending) >= FLUSH_AFTER_STEPS:
+        elif len(self._pending) >= self._flush_after:
             self._write_pending()
 
     def is_due(self, iteration: int) -> bool:
         """Whether a line follows that step: it is a multiple of the log interval, or the first step of this process."""
         return self._counters.num_reports == 0 or self._ends_interval(iteration)
+
+    def waits_at(self, iteration: int) -> bool:
+        """Whether the call of `step` for that iteration, the next one, will wait: for a line, or about once in
+        `FLUSH_AFTER_S` between lines."""
+        return self.is_due(iteration) or len(self._pending) + 1 >= self._flush_after
 
     def _ends_interval(self, iteration: int) -> bool:
         interval = self.options.log_interval
@@ -162,21 +185,25 @@ class TrainingLog:
         return flops(global_batch_size) if callable(flops) else flops
 
     def _remember(self, numbers: StepNumbers) -> None:
-        figures = (numbers.loss_scale, numbers.grad_norm, numbers.num_zeros, numbers.params_norm)
-        losses = {name: loss for name, loss in numbers.losses.items() if self._is_loss(name, loss)}
-        sizes = tuple(loss.numel() if isinstance(loss, torch.Tensor) else 1 for loss in losses.values())
-        self._late.put([*(figure for figure in figures if figure is not None), *losses.values()])
+        norms = (numbers.loss_scale, numbers.grad_norm, numbers.num_zeros, numbers.params_norm)
+        figures = (*norms, numbers.max_attention_logit)
+        values: list[Value] = [figure for figure in figures if figure is not None]
+        losses: list[tuple[str, int]] = []
+        for name, loss in numbers.losses.items():
+            try:
+                parts, size = loss_values(loss)
+            except TypeError as error:
+                self._warn(f"the loss {str(name)!r} is not logged: {error}")
+                continue
+            if size:
+                values.extend(parts)
+                losses.append((str(name), size))
+        self._late.put(values)
         memory: Mapping[str, float] = {}
         if self.options.log_memory and self._is_written(numbers.iteration):
             memory = memory_points()
         has = tuple(figure is not None for figure in figures)
-        self._pending.append(PendingStep(numbers, has, tuple(zip(losses, sizes, strict=True)), memory))
-
-    def _is_loss(self, name: str, loss: torch.Tensor | float) -> bool:
-        if not isinstance(loss, torch.Tensor) or loss.numel() in (1, 2):
-            return True
-        self._warn(f"the loss {name!r} is not logged: it has the shape {list(loss.shape)}, not [] or [2], sum and count")
-        return False
+        self._pending.append(PendingStep(numbers, has, tuple(losses), time.time(), memory))
 
     def _is_written(self, iteration: int) -> bool:
         interval = self.options.writer_interval
@@ -221,12 +248,22 @@ class TrainingLog:
         for callback in self.on_point:
             callback(point)
 
-    def _reduced(self, extra: SumAndCount = (0.0, 0.0)) -> tuple[list[StepRecord], SumAndCount]:
-        """All steps that were not reduced yet, over all ranks. Collective; waits for the newest step."""
+    def _reduced(self, extra: SumAndCount = (0.0, 0.0), of_all_ranks: bool = True) -> tuple[list[StepRecord], SumAndCount]:
+        """All steps that were not reduced yet, over all ranks. Collective; waits for the newest step. Else of this rank."""
         pending, self._pending = self._pending, []
         own = [step.read(row) for step, row in zip(pending, self._late.take(), strict=True)]
-        maxima = [(s.numbers.learning_rate, f.grad_norm, f.num_zeros, f.params_norm) for s, f in zip(pending, own, strict=True)]
-        reduced, extra = self._reduction.steps([figures.losses for figures in own], maxima, extra)
+        maxima: list[Sequence[float | None]] = [
+            (step.numbers.learning_rate, of.grad_norm, of.num_zeros, of.params_norm, of.max_attention_logit)
+            for step, of in zip(pending, own, strict=True)
+        ]
+        losses = [figures.losses for figures in own]
+        if of_all_ranks:
+            (*reduced, pace), extra = self._reduction.steps([*losses, {}], [*maxima, (self._pace_s(len(pending)),)], extra)
+            if pending:
+                steps = FLUSH_AFTER_S / max(pace.maxima[0] or 0.0, 1e-9)
+                self._flush_after = max(1, int(min(steps, FLUSH_AFTER_STEPS)))
+        else:
+            reduced = self._reduction.alone(losses, maxima)
         records = []
         for step, figures, over_ranks in zip(pending, own, reduced, strict=True):
             self._counters.add_losses(over_ranks.losses, step.numbers.skipped)
@@ -234,6 +271,11 @@ class TrainingLog:
                 self._miss(step.numbers.iteration, over_ranks.losses)
             records.append(step.record(figures, over_ranks.losses, over_ranks.maxima))
         return records, extra
+
+    def _pace_s(self, num_steps: int) -> float:
+        """Seconds that each of the newest steps took."""
+        before_s, self._reduced_at_s = self._reduced_at_s, self._counters.active_s()
+        return max(0.0, self._reduced_at_s - before_s) / max(1, num_steps)
 
     def _miss(self, iteration: int, losses: Mapping[str, float]) -> None:
         """Say of each loss once where it first was missing."""
@@ -247,10 +289,17 @@ class TrainingLog:
 
     def flush(self) -> None:
         """Write what is known of all steps so far, and have the writers make it visible: at saves and in an ordered end.
-        Collective."""
-        self._write_pending()
+        Collective; counts as no step's time."""
+        with self.paused():
+            self._write_pending()
+            self._flush_writers()
+
+    def _flush_writers(self) -> None:
         for writer in (*self._writers, *self._live_writers):
-            writer.flush()
+            try:
+                writer.flush()
+            except Exception as error:  # see _write
+                self._give_up(writer, error)
 
     def _log_timers(self, last: StepRecord, interval: Interval, clears: bool) -> None:
         """Times of one step: also behind the first step, whose times go on adding up."""
@@ -258,7 +307,7 @@ class TrainingLog:
         if self.options.log_timers and clears:
             points = [Point(f"{name}-time", seconds, True) for name, seconds in gathered.maxima().items()]
             self._write([*self._writers, *self._live_writers], last.iteration, last.consumed_samples, points)
-        if text := gathered.text(self.options.timer_option):
+        if text := gathered.text(self.options.timer_option or self._timers.log_option):
             self._say(text)
 
     # ---------------------------------------------------------------------------------------------------------- writers
@@ -270,7 +319,7 @@ class TrainingLog:
             writers = [*(self._writers if due else ()), *(self._live_writers if live else ())]
             if writers:
                 points = step_points(record, self.options.log_loss_scale, self._world_size_said)
-                self._write(writers, record.iteration, record.consumed_samples, points)
+                self._write(writers, record.iteration, record.consumed_samples, points, record.at_s)
 
     @property
     def _world_size_said(self) -> int | None:
@@ -286,16 +335,43 @@ class TrainingLog:
         shown = ("iteration-time", *(("throughput",) if options.log_throughput else ())) if options.log_timers else ()
         self._write(self._writers, *at, [*(point for point in times if point.key in shown), *energy_points])
 
-    def _write(self, writers: Sequence[Writer], iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def _write(
+        self,
+        writers: Sequence[Writer],
+        iteration: int,
+        consumed_samples: int,
+        points: Sequence[Point],
+        at_s: float | None = None,
+    ) -> None:
         for writer in writers if points else ():
-            writer.write(iteration, consumed_samples, points)
+            try:
+                writer.write(iteration, consumed_samples, points, at_s=at_s)
+            except Exception as error:  # of a caller's own writer: no reason to end a training
+                self._give_up(writer, error)
+
+    def _give_up(self, writer: Writer, error: Exception) -> None:
+        """It gets nothing more, and is closed at the end."""
+        if writer in self._given_up:
+            return
+        self._given_up.append(writer)
+        self._writers = [other for other in self._writers if other is not writer]
+        self._live_writers = [other for other in self._live_writers if other is not writer]
+        self._warn(
+            f"{writer.name} failed, nothing more goes there: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )
 
     # ------------------------------------------------------------------------------------------------- beside the steps
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluation, saves: what is inside counts neither as time nor as energy of the steps. May be nested. Behind the
-        outermost one ranks meet, so that nobody's step pays for another's save; after an exception they do not."""
+        """Evaluation, saves: what is inside counts neither as time nor as energy of the steps. May be nested.
+
+        Before and behind the outermost one ranks meet, so that nobody's step pays for another's save, nor another's step is
+        nobody's time; after an exception, and after `close`, they do not. Before it the device ends the steps that it was
+        given: their time is theirs. Collective."""
+        if not self._counters.is_paused and not self._is_closed:
+            _wait_for_device()
+            self._reduction.barrier()
         is_outermost = self._counters.pause()
         if is_outermost and self._energy is not None:
             self._energy.pause()
@@ -312,19 +388,15 @@ class TrainingLog:
     ) -> None:
         """An evaluation after `iteration`. `losses`: sum and count of this rank. `suffix`: `-held-out`, for one of several
         sets. Collective; counts as no step's time."""
-        self._counters.pause()
-        try:
+        with self.paused():
             self._write_pending()
-            own = {name: (float(total), float(count)) for name, (total, count) in losses.items()}
+            own = {str(name): (float(total), float(count)) for name, (total, count) in losses.items()}
             (reduced,), _ = self._reduction.steps([own], [()])
-            ppls = {name: math.exp(min(PPL_LIMIT, loss)) for name, loss in reduced.losses.items()}
+            ppls = {name: perplexity(loss) for name, loss in reduced.losses.items()}
             self._say(evaluation_line(iteration, reduced.losses, ppls, suffix))
             points = validation_points(reduced.losses, ppls if self.options.log_validation_ppl else {}, suffix)
-            for writer in (*self._writers, *self._live_writers):
-                writer.write(iteration, consumed_samples, points)
-                writer.flush()
-        finally:
-            self._counters.resume()
+            self._write([*self._writers, *self._live_writers], iteration, consumed_samples, points)
+            self._flush_writers()
 
     @property
     def train_s(self) -> float:
@@ -336,21 +408,40 @@ class TrainingLog:
         """Floating-point operations of this process's steps, of all ranks; 0 where nobody says."""
         return self._counters.total_flops
 
-    def close(self) -> None:
-        """Every way out: writers are flushed and closed. May be repeated; nothing is collective: after an exception the other
-        ranks may be gone. Steps that were not reduced yet are then written where there is one rank, and lost with several: in
-        an ordered end call `flush` before."""
+    def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
+        """Every way out: writers are flushed and closed, all within `within_s`. May be repeated; nothing is collective: after
+        an exception the other ranks may be gone. Steps that were not reduced yet are then written with the numbers of this
+        rank alone, which is said: in an ordered end call `flush` before. What fails is a warning: it replaces no error of
+        the training's."""
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            if self._pending and self._reduction.world_size == 1:
-                self._write_pending()
-        finally:
-            for writer in (*self._writers, *self._live_writers):
-                writer.close()
+        writers = [*self._writers, *self._live_writers, *self._given_up]
+        steps: list[tuple[str, Callable[[], object]]] = [
+            ("the writers are not closed", lambda: close_writers(writers, self._warn, within_s))
+        ]
+        if self._pending and (self._writers or self._live_writers):
+            steps.insert(0, ("the newest steps are not written", self._write_own))
+        each_in_turn(steps, self._warn)
+
+    def _write_own(self) -> None:
+        """What this rank knows of the newest steps; nothing where a device may never end them."""
+        first, last = self._pending[0].numbers.iteration, self._pending[-1].numbers.iteration
+        if not self._late.are_there(DEVICE_WITHIN_S):
+            self._warn(f"iterations {first} to {last} are not written: the device has not ended them")
+            return
+        if self._reduction.world_size > 1:
+            self._warn(
+                f"iterations {first} to {last} are written with the losses of this rank alone: the ranks did not end together"
+            )
+        self._write_steps(self._reduced(of_all_ranks=False)[0], False)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             self._warn_people(text)
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

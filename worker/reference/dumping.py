@@ -2,6 +2,7 @@
 
 import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rsup.worker
@@ -33,7 +34,7 @@ _SWITCHES = {"save_grads": (WGRADS, DGRADS), "save_wgrads": (WGRADS,), "save_dgr
 def dump_options(options: "Options") -> tuple[str, ...]:
     """The options in use that dump something, as they are given."""
     switches = [name for name in _SWITCHES if getattr(options, name)]
-    intervals = [f"save_{label}_interval" for label in LABELS if _own_interval(options, label) is not None]
+    intervals = [f"save_{label}_interval" for label in LABELS if _own_interval(options, label)]
     return tuple(f"--{name.replace('_', '-')}" for name in (*switches, *intervals))
 
 
@@ -75,6 +76,8 @@ def make_dumps(options: "Options", ranks: "Ranks", module: "nn.Module", warn: Wa
     """
     intervals = dump_intervals(options)
     if not intervals or options.save_dir is None:
+        for problem in DumpPlan(Path(), intervals).problems() if ranks.rank == 0 else ():  # intervals of 0
+            warn(problem)
         return NO_DUMPS
     from rsup.worker.observe.dump_hooks import is_linear
     from rsup.worker.observe.tensor_dump import TensorDumps
@@ -86,6 +89,7 @@ def make_dumps(options: "Options", ranks: "Ranks", module: "nn.Module", warn: Wa
         MicroBatchChoice(options.dump_micro_batches),
         ModelPosition(is_writer=ranks.rank == 0),
         ranks.rank,
+        num_writers_of_node=1,
     )
 
     def is_chosen(name: str, chosen: "nn.Module") -> bool:

@@ -73,6 +73,13 @@ class LossScale:
             self._hysteresis = min(int(state["hysteresis"]), self.rules.hysteresis)
 
 
+def doubt_of_loss_scale(fixed: float | None) -> str:
+    """A warning about a fixed scale; empty: none."""
+    if not fixed or math.frexp(fixed)[0] == 0.5:
+        return ""
+    return f"--loss-scale {fixed:g} is no power of 2: taking it out of the gradients rounds them"
+
+
 def problem_of_loss_scale(
     fp16: bool, bf16: bool, fixed: float | None, given: Mapping[str, object], initial: float, minimum: float
 ) -> str:

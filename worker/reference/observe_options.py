@@ -44,7 +44,7 @@ class ObserveOptions:
 
     tensorboard_dir: str | None = flag(None, "directory of TensorBoard's files; default: none are written", str)
     tensorboard_log_interval: int = flag(1, "iterations between numbers that are written; 0: none", not_negative)
-    tensorboard_queue_size: int = flag(1000, "numbers that may wait to be written to TensorBoard's file", whole)
+    tensorboard_queue_size: int = flag(1000, "steps that wait for TensorBoard's file at most, for a second", whole)
     wandb_project: str = flag("", "project at Weights & Biases; default: nothing goes there", str)
     wandb_exp_name: str = flag("", "name of this run there", str)
     wandb_save_dir: str = flag("", "directory of its files; default: wandb in that of --save", str)
@@ -53,11 +53,11 @@ class ObserveOptions:
     otel_endpoint: str = flag("", "where OpenTelemetry sends them by OTLP: http://HOST:4318; sets --otel", str)
     enable_one_logger: bool = flag(False, "give end-to-end metrics to the packages nv-one-logger, where they are installed")
 
-    save_activations_interval: int | None = flag(None, "iterations between dumps of what linear layers get and give", whole)
-    save_dgrads_interval: int | None = flag(None, "iterations between dumps of the gradients of these", whole)
-    save_wgrads_interval: int | None = flag(None, "iterations between dumps of the parameters' gradients", whole)
-    save_params_interval: int | None = flag(None, "iterations between dumps of the parameters", whole)
-    save_tokens_per_expert_interval: int | None = flag(None, "iterations between counts of the tokens of each expert", whole)
+    save_activations_interval: int | None = flag(None, "iterations between dumps of what linear layers get, give", not_negative)
+    save_dgrads_interval: int | None = flag(None, "iterations between dumps of the gradients of these", not_negative)
+    save_wgrads_interval: int | None = flag(None, "iterations between dumps of the parameters' gradients", not_negative)
+    save_params_interval: int | None = flag(None, "iterations between dumps of the parameters", not_negative)
+    save_tokens_per_expert_interval: int | None = flag(None, "iterations between counts of each expert's tokens", not_negative)
     save_grads: bool = flag(False, "--save-wgrads and --save-dgrads")
     save_wgrads: bool = flag(False, "dump the parameters' gradients at the iterations of --save-interval")
     save_dgrads: bool = flag(

@@ -93,9 +93,9 @@ class Options(ObserveOptions):
     dataloader_start_method: str | None = flag(
         None, "how these processes start; default: torch's", str, choices=("fork", "spawn", "forkserver")
     )
-    eval_interval: int = flag(1000, "iterations between evaluations", whole)
+    eval_interval: int = flag(1000, "iterations between evaluations; 0: only at the end", not_negative)
     eval_iters: int = flag(10, "steps of an evaluation; 0: none", not_negative)
-    log_interval: int = flag(10, "iterations between log lines", whole)
+    log_interval: int = flag(10, "iterations between log lines; 0: only after the first iteration", not_negative)
 
     save: str | None = flag(None, "directory of checkpoints", str)
     load: str | None = flag(None, "directory to resume from; default: that of --save", str)
@@ -238,7 +238,7 @@ class Options(ObserveOptions):
         return GraphFacts(
             **known,
             in_own_code=False,
-            dump_options=dump_options(self),
+            dump_options=dump_options(self),  # pyright: ignore[reportArgumentType]  # it is its own class
             dumps_run_eagerly=True,
             at_default=frozenset(at_default),
             state_moves=self.offload_optimizer_during_evaluation,

@@ -3,6 +3,7 @@
 The step says which model it was; nobody needs to know its options.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def _load_from_checkpoint(module: torch.nn.Module, step: KeptStep) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        exit_code = main()
     except RsupError as error:
         print(f"rsup.worker.reference.replay: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        exit_code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # Python's and torch's clean-up takes half a second

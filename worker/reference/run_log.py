@@ -10,7 +10,8 @@ import torch
 import rsup.worker
 from rsup.worker.inprocess.entry import current_entry
 from rsup.worker.observe import straggler_scores
-from rsup.worker.observe.contract import Writer
+from rsup.worker.observe.closing import close_writers, each_in_turn
+from rsup.worker.observe.contract import CLOSE_WITHIN_S, RESTART_WITHIN_S, Writer
 from rsup.worker.observe.end_to_end import EndToEnd
 from rsup.worker.observe.end_to_end_facts import Counters
 from rsup.worker.observe.end_to_end_report import EndToEndReport
@@ -63,11 +64,14 @@ class RunLog:
     ) -> None:
         self._options = options
         self._reached = progress
+        self._batch_size = options.batch_sizes.at(progress.consumed_samples)
+        """Of the newest step."""
         self._eval_s, self._num_evaluated = 0.0, 0
         self._consumed_at: dict[int, int] = {}
         """Samples behind the checkpoints that are not durable yet."""
         self._is_closed = False
         self._say = say
+        self._warn = warn
         self._rank = ranks.rank
         self._observed = observed
         self._energy = energy
@@ -99,6 +103,10 @@ class RunLog:
             interval=options.log_memory_interval,
             device_memory_used=options.log_device_memory_used,
         )
+        if options.log_memory_interval == 0:
+            warn("--log-memory-interval is 0: memory is reported at the beginning and around saves only")
+        if not options.eval_interval and options.eval_iters:
+            warn("--eval-interval is 0: only the end of the run is evaluated")
         self._progress_log: ProgressLog | None = None
         if options.log_progress and options.save_dir is None:
             warn("--log-progress keeps progress.txt beside the checkpoints: it needs --save")
@@ -119,7 +127,7 @@ class RunLog:
         if done.loss is not None:
             losses[LOSS] = done.loss
             losses |= {name: value for name, value in done.figures.items() if name not in _NO_LOSSES}
-        self._reached = progress
+        self._reached, self._batch_size = progress, batch_size
         self._end_to_end.stepped()
         self.training.step(
             StepNumbers(
@@ -162,7 +170,7 @@ class RunLog:
     def _count(self) -> Counters:
         reached = self._reached
         spent = (self.training.train_s, self._eval_s, self._num_evaluated, self.training.flops)
-        return Counters(reached.iteration, reached.consumed_samples, *spent)
+        return Counters(reached.iteration, reached.consumed_samples, *spent, self._batch_size)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -174,9 +182,10 @@ class RunLog:
         self._num_evaluated += self._options.eval_iters
 
     def evaluated(self, sum_and_count: tuple[float, float]) -> None:
-        """What the evaluation found, of this rank. Collective."""
-        self.training.evaluation(self._reached.iteration, self._reached.consumed_samples, {LOSS: sum_and_count})
-        self.phase("eval-time")
+        """What the evaluation found, of this rank. Collective; no step's time."""
+        with self.training.paused():
+            self.training.evaluation(self._reached.iteration, self._reached.consumed_samples, {LOSS: sum_and_count})
+            self.phase("eval-time")
 
     @contextlib.contextmanager
     def saving(self, is_durable: bool) -> Iterator[None]:
@@ -188,7 +197,7 @@ class RunLog:
                 self._end_to_end.save_began(iteration)
                 self._consumed_at[iteration] = self._reached.consumed_samples
                 if self._progress_log is not None and self._options.async_save:
-                    self._progress_log.saving(iteration)
+                    self._progress_log.saving(iteration, *self._figures_of(self._reached.consumed_samples))
             timer = "save-checkpoint" if is_durable else "save-checkpoint-non-persistent"
             with self._observed.timers(timer, 0):
                 yield
@@ -204,24 +213,36 @@ class RunLog:
             self._end_to_end.save_failed(iteration)
             return
         self._end_to_end.save_durable(iteration)
-        if self._progress_log is not None and consumed is not None:
-            num_tokens = consumed * self._options.seq_length
-            self._progress_log.saved(iteration, consumed * self._flops_of_sample, num_tokens, self._options.async_save)
+        if self._progress_log is None or consumed is None:
+            return
+        if self._options.async_save:
+            self._progress_log.saved_async(iteration)
+        else:
+            self._progress_log.saved(iteration, *self._figures_of(consumed))
+
+    def _figures_of(self, consumed_samples: int) -> tuple[float, int]:
+        """Floating-point operations and tokens since the beginning of the run."""
+        return consumed_samples * self._flops_of_sample, consumed_samples * self._options.seq_length
 
     def close(self, ends: bool = True) -> None:
-        """Every way out. May be repeated. `ends`: the program does, too; false: its training is entered again."""
+        """Every way out. May be repeated; what fails is a warning. `ends`: the program does, too; false: its training is
+        entered again, and soon."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._end_to_end.train_finished()
-        if ends:
-            self._end_to_end.app_finished()
+        within_s = CLOSE_WITHIN_S if ends else RESTART_WITHIN_S
+        steps: list[tuple[str, Callable[[], object]]] = [
+            ("the end of the training is not noted", self._end_to_end.train_finished),
+            ("the training log is not closed", lambda: self.training.close(within_s)),
+            ("the straggler detector is not closed", self._observed.straggler.close),
+        ]
         if self._report is not None:
-            self._report.send()
-        self.training.close()
+            steps.insert(1, ("where the time went is not reported", self._report.send))
+        if ends:
+            steps.insert(1, ("the end of the program is not noted", self._end_to_end.app_finished))
         if self._energy is not None:
-            self._energy.close()
-        self._observed.straggler.close()
+            steps.append(("the energy meter is not closed", self._energy.close))
+        each_in_turn(steps, self._warn)
 
 
 def open_run_log(
@@ -235,9 +256,15 @@ def open_run_log(
     warn: Callable[[str], None],
 ) -> RunLog:
     """The log of a run that goes on from `progress`; where it is entered again in this process, it is closed before."""
-    writers = run_writers(options, ranks, progress, warn)
-    energy = energy_meter(options, device_uuid, warn)
-    log = RunLog(options, ranks, progress, end_to_end, say=say, warn=warn, writers=writers, observed=observed, energy=energy)
-    if (entry := current_entry()) is not None:
-        entry.at_restart(lambda: log.close(ends=False))
+    with contextlib.ExitStack() as opened:  # what this leaves behind when it is interrupted nobody else would close
+        writers = run_writers(options, ranks, progress, warn)
+        opened.callback(close_writers, writers, warn, RESTART_WITHIN_S)
+        if (energy := energy_meter(options, device_uuid, warn)) is not None:
+            opened.callback(energy.close)
+        log = RunLog(
+            options, ranks, progress, end_to_end, say=say, warn=warn, writers=writers, observed=observed, energy=energy
+        )
+        if (entry := current_entry()) is not None:
+            entry.at_restart(lambda: log.close(ends=False))
+        opened.pop_all()
     return log

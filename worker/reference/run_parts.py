@@ -72,19 +72,76 @@ def run_writers(options: Options, ranks: Ranks, done: Progress, warn: Warn) -> l
         otel_endpoint=options.otel_endpoint,
         losses=(LOSS, LOAD_BALANCING_LOSS),
     )
-    config = {name: value if isinstance(value, int | float | str) else str(value) for name, value in vars(options).items()}
     return make_writers(
         wanted,
         warn=warn,
         run_name=rsup.worker.job_key(),
-        config=config,
+        config=hyperparameters(options),
         resumed_at=done.iteration,
         resumed_samples=done.consumed_samples,
     )
 
 
+HYPERPARAMETERS = (
+    "train_iters",
+    "micro_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
+    "seed",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "bf16",
+    "fp16",
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_aux_loss_coeff",
+    "num_model_chunks",
+    "recompute_granularity",
+    "activation_offload",
+    "cuda_graph_impl",
+    "optimizer_cuda_graph",
+    "lr",
+    "min_lr",
+    "lr_warmup_init",
+    "lr_warmup_samples",
+    "lr_decay_samples",
+    "lr_decay_style",
+    "lr_wsd_decay_samples",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "eval_interval",
+    "eval_iters",
+    "deterministic_mode",
+    "world_size",
+)
+"""What Weights & Biases shows of the options: no path, no address, nothing that says where and for whom a job runs."""
+
+
+def hyperparameters(options: Options) -> dict[str, int | float | str | None]:
+    """What the run's numbers depend on, for people who compare runs."""
+    found = {name: getattr(options, name) for name in HYPERPARAMETERS}
+    return {
+        name: value if value is None or isinstance(value, int | float | str) else str(value) for name, value in found.items()
+    }
+
+
 def _path(text: str | None) -> Path | None:
-    return Path(os.path.abspath(text)) if text else None
+    if not text:
+        return None
+    return Path(text if "://" in text else os.path.abspath(text))  # an address is named as it was given
 
 
 def run_timers(options: Options, ranks: Ranks, warn: Warn) -> Timers:

@@ -26,6 +26,7 @@ from rsup.worker.reference.data import load_text
 from rsup.worker.reference.dumping import make_dumps
 from rsup.worker.reference.evaluate import evaluate
 from rsup.worker.reference.hooks import Sections
+from rsup.worker.reference.loss_scale import doubt_of_loss_scale
 from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.phase_start import begin_of_phase
@@ -68,6 +69,10 @@ class Trainer:
         """Of the last completed iteration."""
         self._loss_scale = make_loss_scale(options)
         self._is_overflow_doubted = False
+        if doubt := doubt_of_loss_scale(options.loss_scale):
+            self.warn(doubt)
+        self._evaluated_at = -1
+        """The iteration of the last evaluation of this process."""
         self._device = device
         job = job_key, _ = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
@@ -88,6 +93,8 @@ class Trainer:
         self._loader = ResumableLoader(source, options.require_loader_state)
         data = RerunDataIterator(self._loader)
         straggler = run_straggler(options, ranks, device, self.warn)
+        if entry is not None:
+            entry.at_restart(straggler.close)  # the log, which closes it too, comes later
         self._observed = Observed(timers, straggler, make_dumps(options, ranks, self.module, self.warn))
         parts = StepParts(
             options,
@@ -146,14 +153,14 @@ class Trainer:
         self._log = open_run_log(
             self.options, self.ranks, self.progress, self._end_to_end, self._observed, self._device.uuid, self.say, self.warn
         )
-        try:
-            return self._run()
-        except BaseException:
-            self._log.close(ends=current_entry() is None)  # it may be entered again
-            raise
-        finally:
-            self.sections.on_shutdown()
-            self._log.close()
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self._log.close)
+            leaving.callback(self.sections.on_shutdown)
+            try:
+                return self._run()
+            except BaseException:
+                self._log.close(ends=current_entry() is None)  # it may be entered again
+                raise
 
     def _run(self) -> int:
         self._log.phase("model-and-optimizer-setup", "train/valid/test-data-iterators-setup", "load-checkpoint")
@@ -208,8 +215,8 @@ class Trainer:
         leave = self._complete(*reports)
         if self._observed.dumps.due(iteration):  # not in the step's section, nor in its time
             with self._log.training.paused(), self.sections.checkpointing(is_async_finalization=True):
-                self._observed.dumps.write()
-        if not leave.should_exit and self.progress.iteration == iteration and iteration % self.options.eval_interval == 0:
+                self._observed.dumps.write(iteration)
+        if not leave.should_exit and self.progress.iteration == iteration and self._is_evaluated(iteration):
             self._evaluate()
         return leave
 
@@ -217,7 +224,12 @@ class Trainer:
         """Whether something is due behind that iteration that needs it completed."""
         options = self.options
         is_due = self._log.training.is_due(iteration) or decide(options.exit_plan, Asked(), iteration) != NOTHING
-        return is_due or iteration % options.eval_interval == 0
+        return is_due or self._is_evaluated(iteration)
+
+    def _is_evaluated(self, iteration: int) -> bool:
+        """Whether an evaluation follows that iteration, also where it is not the last."""
+        interval = self.options.eval_interval
+        return interval > 0 and iteration % interval == 0
 
     def _complete(self, *reports: Report) -> Exit:
         """Count what is settled as done, and log it; whether to leave."""
@@ -279,20 +291,22 @@ class Trainer:
             rsup.worker.note("warning", text)
 
     def _evaluate(self) -> None:
-        if not self.options.eval_iters:
+        if not self.options.eval_iters or self._evaluated_at == self.progress.iteration:
             return
+        self._evaluated_at = self.progress.iteration
         away = self._offload.away() if self.options.offload_optimizer_during_evaluation else contextlib.nullcontext()
-        with self._log.evaluating(), away:
-            found = evaluate(
-                self._step.evaluated,
-                self.module,
-                self.validation,
-                self.options,
-                self.ranks,
-                self.sections,
-                self.rerun,
-            )
-        self._log.evaluated(found)
+        with self._log.training.paused():
+            with self._log.evaluating(), away:
+                found = evaluate(
+                    self._step.evaluated,
+                    self.module,
+                    self.validation,
+                    self.options,
+                    self.ranks,
+                    self.sections,
+                    self.rerun,
+                )
+            self._log.evaluated(found)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -343,8 +357,8 @@ class Trainer:
 
     def _leave(self, decision: Decision) -> int:
         """The one way out: a durable save, finalised; then the reason, or the end of the run with its evaluation."""
-        self._log.training.flush()
         with self._log.training.paused():
+            self._log.training.flush()
             self._saves.finalise(wait=True)
         self._source.close()
         iteration = self.progress.iteration
@@ -373,8 +387,8 @@ class Trainer:
         iteration = self.progress.iteration + 1
         elsewhere = leave.exit_code == EXIT_ELSEWHERE
         what = "another device has to run it" if elsewhere else "its numbers were rejected"
-        self._log.training.flush()
         with self._log.training.paused():
+            self._log.training.flush()
             if leave.should_checkpoint:
                 self._saves.keep_for_rerun(self.progress)
             self._saves.finalise(wait=True)

@@ -77,7 +77,16 @@ class Peer:
         }
 
 
-TORCHRUN = Peer("torchrun", (sys.executable, "-m", "torch.distributed.run"))
+_TORCHRUN = """import atexit, gc, sys
+gc.disable()
+from torch.distributed import run
+gc.enable()
+atexit.register(gc.freeze)
+sys.argv[0] = run.__file__
+sys.exit(run.main())"""
+"""torchrun's command, only that Python does not look for garbage in its imports and at its end: a third of its CPU time."""
+
+TORCHRUN = Peer("torchrun", (sys.executable, "-c", _TORCHRUN))
 RSUP = Peer("rsup", (sys.executable, "-m", "rsup.launcher", "launch"))
 
 

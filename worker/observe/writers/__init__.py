@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import rsup.worker
-from rsup.worker.observe.contract import Warn, Writer
+from rsup.worker.observe.closing import close_writers
+from rsup.worker.observe.contract import RESTART_WITHIN_S, Warn, Writer
 from rsup.worker.observe.writers.background import BackgroundWriter
+from rsup.worker.observe.writers.credentials import without_credentials
 from rsup.worker.observe.writers.opentelemetry import OpenTelemetryWriter
 from rsup.worker.observe.writers.supervisor import SupervisorWriter
 from rsup.worker.observe.writers.tensorboard import EVENT_MODULE, RECORD_MODULE, TensorBoardFiles
 from rsup.worker.observe.writers.wandb import RunOptions, WandbRun
+from rsup.worker.observe.writers.wandb_journal import Journal, JournaledRun
+
+WANDB = "Weights & Biases"
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class WriterOptions:
 
     tensorboard_dir: Path | None = None
     tensorboard_queue_size: int = 1000
-    """Calls of `write` after which they go to the file at once, not within the second."""
+    """Calls of `write`, which is one a step or two, after which they go to the file at once, not within the second."""
     wandb_project: str = ""
     wandb_exp_name: str = ""
     wandb_entity: str = ""
@@ -48,45 +53,57 @@ def make_writers(
 ) -> list[Writer]:
     """The writers that are wanted and can be had. Make them on one rank, and close them on every way out.
 
-    `config`: what W&B shows as the run's configuration. `resumed_at`, `resumed_samples`: iterations and samples that are done;
-    what was written behind them by an earlier attempt is superseded. One that cannot be had costs a warning that says why.
+    `config`: what W&B shows as the run's configuration, without passwords in addresses. `resumed_at`, `resumed_samples`:
+    iterations and samples that are done; what was written behind them by an earlier attempt is superseded. One that cannot be
+    had costs a warning that says why.
     """
-    made: list[Writer | None] = [SupervisorWriter()]
-    if options.tensorboard_dir is not None:
-        made.append(_tensorboard(options, options.tensorboard_dir, warn, resumed_at, resumed_samples))
-    if options.wandb_project:
-        made.append(_wandb(options, warn, run_name, config, resumed_at))
-    if options.otel or options.otel_endpoint:
-        made.append(_opentelemetry(options, warn, run_name))
-    return [writer for writer in made if writer is not None]
+    made: list[Writer] = [SupervisorWriter(warn)]
+
+    def keep(writer: Writer | None) -> None:
+        if writer is not None:
+            made.append(writer)
+
+    try:
+        if options.tensorboard_dir is not None:
+            keep(_tensorboard(options, options.tensorboard_dir, warn, resumed_at, resumed_samples))
+        if options.wandb_project:
+            keep(_wandb(options, warn, run_name, config, resumed_at))
+        if options.otel or options.otel_endpoint:
+            keep(_opentelemetry(options, warn, run_name))
+    except BaseException:  # an in-process restart interrupts anywhere: nobody else knows of their threads
+        close_writers(made, warn, RESTART_WITHIN_S)
+        raise
+    return made
 
 
 def _tensorboard(options: WriterOptions, folder: Path, warn: Warn, resumed_at: int, resumed_samples: int) -> Writer | None:
     if not _can_import("TensorBoard", "tensorboard", warn, EVENT_MODULE, RECORD_MODULE):
         return None
     if any(part.endswith(":") for part in folder.parts):  # gs://, s3://
-        warn(f"TensorBoard is not written to: {folder} is no folder of this host; write to one, and copy or mount it")
+        address = str(folder).replace(":/", "://", 1)  # a path has no two slashes
+        warn(f"TensorBoard is not written to: {address} is no folder of this host; write to one, and copy or mount it")
         return None
     files = TensorBoardFiles(folder, resumed_at, resumed_samples)
     return BackgroundWriter("TensorBoard", files, warn, put_at=options.tensorboard_queue_size)
 
 
 def _wandb(options: WriterOptions, warn: Warn, run_name: str, config: Mapping[str, Any], resumed_at: int) -> Writer | None:
-    if not _can_import("Weights & Biases", "wandb", warn, "wandb"):
+    if not _can_import(WANDB, "wandb", warn, "wandb"):
         return None
     folder = options.wandb_save_dir or options.save_dir
+    id_folder = options.save_dir or options.wandb_save_dir
     named = RunOptions(
         options.wandb_project,
         options.wandb_exp_name or run_name,
         options.wandb_entity,
         folder,
-        options.save_dir or options.wandb_save_dir,
+        id_folder,
         rsup.worker.job_key(),
     )
     run = WandbRun(named, config, resumed_at)
-    writer = BackgroundWriter("Weights & Biases", run, warn)
-    run.remark = writer.remark
-    return writer
+    if id_folder is None:
+        return BackgroundWriter(WANDB, run, warn, waits_at_flush=False)
+    return BackgroundWriter(WANDB, JournaledRun(WANDB, Journal(id_folder, options.wandb_project, resumed_at), run), warn)
 
 
 def _opentelemetry(options: WriterOptions, warn: Warn, run_name: str) -> Writer | None:
@@ -96,6 +113,8 @@ def _opentelemetry(options: WriterOptions, warn: Warn, run_name: str) -> Writer 
         warn(f"OpenTelemetry is not written to: {error}; pip install 'rsup[otel]'")
     except ValueError as error:
         warn(f"OpenTelemetry is not written to: {error}")
+    except Exception as error:  # of the package, its exporters, what an environment variable makes it load
+        warn(f"OpenTelemetry is not written to: {type(error).__name__}: {without_credentials(str(error))[:300]}")
     return None
 
 

@@ -2,6 +2,9 @@
 
 The training thread appends a row to a bounded queue. The thread opens the sink, which may import a large package and look for
 a server, gives it the rows about once a second, and keeps what it had to say for the training thread, which alone warns.
+
+The thread knows the sink and the queue, and nobody else: one that never ends would keep the trainer alive whose `warn` it had,
+and with it the model, through every restart in the same process.
 """
 
 import collections
@@ -11,17 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from rsup.worker.observe.contract import Point, Warn
+from rsup.worker.observe.contract import CLOSE_WITHIN_S, Point, Warn
 
 MAX_PENDING = 10_000
 """Rows that wait for a slow sink; a run that writes each step of 70 ms fills it in 12 minutes."""
 WRITE_EVERY_S = 1.0
 FLUSH_WITHIN_S = 10.0
-CLOSE_WITHIN_S = 30.0
 
 
 class Row(NamedTuple):
-    """What one call of `write` brought; `at_s` is when it did, in seconds since the epoch."""
+    """What one call of `write` brought; `at_s` is when it was true, in seconds since the epoch."""
 
     iteration: int
     consumed_samples: int
@@ -32,7 +34,9 @@ class Row(NamedTuple):
 class Sink(Protocol):
     """Where rows go. All calls are on one thread, `open` first and `close` last; what they raise ends the writer."""
 
-    def open(self) -> None: ...
+    def open(self, remark: Callable[[str], None]) -> None:
+        """Begin. `remark`: has the training thread warn of something that does not end the writer."""
+        ...
 
     def put(self, rows: Sequence[Row]) -> None: ...
 
@@ -44,7 +48,8 @@ class Sink(Protocol):
 class BackgroundWriter:
     """A `Writer` around a sink.
 
-    `put_at`: so many rows wake the thread before its second is over. A call costs the training thread about a microsecond.
+    `put_at`: so many rows wake the thread before its second is over. `waits_at_flush`: false for a sink whose `flush` makes
+    nothing visible: then nobody waits for it. A call of `write` costs the training thread about a microsecond.
     """
 
     def __init__(
@@ -55,65 +60,71 @@ class BackgroundWriter:
         *,
         put_at: int = 1000,
         max_pending: int = MAX_PENDING,
-        close_within_s: float = CLOSE_WITHIN_S,
+        waits_at_flush: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
-        self._sink = sink
         self._warn = warn
         self._put_at = put_at
         self._max_pending = max_pending
-        self._close_within_s = close_within_s
+        self._waits_at_flush = waits_at_flush
         self._clock = clock
-        self._rows: collections.deque[Row] = collections.deque()
-        self._wake = threading.Event()
-        self._flushed = threading.Event()
-        self._is_flush_due = False
-        self._is_closing = False
         self._is_closed = False
         self._num_left_out = 0
-        self._failure = ""
         self._said: set[str] = set()
-        self._remarks: collections.deque[str] = collections.deque()
-        self._thread = threading.Thread(target=self._run, name=f"rsup-{name}", daemon=True)
+        self._work = _Work(name, sink)
+        self._thread = threading.Thread(target=self._work.run, name=f"rsup-{name}", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------------- on the training thread
-
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
         """See `Writer`."""
-        if self._failure or self._remarks:
+        work = self._work
+        if work.failure or work.remarks:
             self._say()
-        if self._failure or self._is_closed:
+        if work.failure or self._is_closed:
             return
-        if len(self._rows) >= self._max_pending:
+        if len(work.rows) >= self._max_pending:
             self._leave_out(iteration)
             return
-        self._rows.append(Row(iteration, consumed_samples, self._clock(), points))
-        if len(self._rows) == self._put_at:
-            self._wake.set()
+        work.rows.append(Row(iteration, consumed_samples, self._clock() if at_s is None else at_s, points))
+        if len(work.rows) == self._put_at:
+            work.wake.set()
 
     def flush(self) -> None:
-        """See `Writer`; waits `FLUSH_WITHIN_S` at most."""
-        if not self._failure and not self._is_closed:
-            self._flushed.clear()
-            self._is_flush_due = True
-            self._wake.set()
-            self._flushed.wait(FLUSH_WITHIN_S)
+        """See `Writer`; waits `FLUSH_WITHIN_S` at most, and never again once that was not enough."""
+        if not self._work.failure and not self._is_closed:
+            self._work.ask_for_flush()
+            is_waited_for = self._waits_at_flush and not self._work.failure
+            if is_waited_for and not self._work.flushed.wait(FLUSH_WITHIN_S):
+                self._waits_at_flush = False
+                self._say_once(
+                    f"{self.name} was not flushed within {FLUSH_WITHIN_S:g} s: training waits for it no more,"
+                    " and what is newest there may come late"
+                )
         self._say()
 
-    def close(self) -> None:
-        """See `Writer`; waits as long as it was made to, at most."""
-        if self._is_closed:
+    def begin_close(self) -> None:
+        """See `ClosesLater`."""
+        self._is_closed = self._work.is_closing = True
+        self._work.wake.set()
+
+    def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
+        """See `Writer`; waits `within_s` at most."""
+        if self._warn is _nobody:
             return
-        self._is_closed = self._is_closing = True
-        self._wake.set()
-        self._thread.join(self._close_within_s)
+        self.begin_close()
+        self._thread.join(max(0.0, within_s))
         self._say()
         if self._thread.is_alive():
-            self._warn(f"{self.name} did not end within {self._close_within_s:.0f} s: its last points may be missing")
+            self._warn(f"{self.name} did not end in time ({within_s:.0f} s): its last points may be missing")
         elif self._num_left_out:
             self._warn(f"{self.name} lacks {self._num_left_out} rows, which it could not take in time")
+        self._warn = _nobody
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it has ended in order, and its sink has all rows."""
+        return not (self._thread.is_alive() or self._work.failure or self._num_left_out)
 
     def _leave_out(self, iteration: int) -> None:
         if not self._num_left_out:
@@ -121,50 +132,70 @@ class BackgroundWriter:
         self._num_left_out += 1
 
     def _say(self) -> None:
-        while self._remarks:
-            self._say_once(self._remarks.popleft())
-        if self._failure:
-            self._rows.clear()
-            self._say_once(self._failure)
+        while self._work.remarks:
+            self._say_once(self._work.remarks.popleft())
+        if self._work.failure:
+            self._work.rows.clear()
+            self._say_once(self._work.failure)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._warn(text)
 
-    # ----------------------------------------------------------------------------------------------- on its own thread
 
-    def remark(self, text: str) -> None:
-        """Have the training thread warn of something that does not end the writer. For the sink."""
-        self._remarks.append(text)
+class _Work:
+    """What the two threads share, and what the one beside the training does."""
 
-    def _run(self) -> None:
+    def __init__(self, name: str, sink: Sink) -> None:
+        self.rows: collections.deque[Row] = collections.deque()
+        self.remarks: collections.deque[str] = collections.deque()
+        self.failure = ""
+        self.wake = threading.Event()
+        self.flushed = threading.Event()
+        self.is_closing = False
+        self._is_flush_due = False
+        self._name = name
+        self._sink = sink
+
+    def ask_for_flush(self) -> None:
+        """By the training thread."""
+        self.flushed.clear()
+        self._is_flush_due = True
+        self.wake.set()
+
+    def run(self) -> None:
+        """The thread."""
         doing = "cannot be opened"
         try:
-            self._sink.open()
+            self._sink.open(self.remarks.append)
             doing = "cannot be written"
-            while not self._is_closing:
-                self._wake.wait(WRITE_EVERY_S)
-                self._wake.clear()
+            while not self.is_closing:
+                self.wake.wait(WRITE_EVERY_S)
+                self.wake.clear()
                 self._put()
             self._put()
             self._sink.close()
         except Exception as error:  # the outermost frame of the thread: it becomes a warning
-            self._failure = f"{self.name} {doing}, nothing more goes there: {_reason(error)}"
-            self._rows.clear()
+            self.failure = f"{self._name} {doing}, nothing more goes there: {_reason(error)}"
+            self.rows.clear()
             with contextlib.suppress(Exception):  # what made it fail may well keep it from closing in order
                 self._sink.close()
         finally:
-            self._flushed.set()
+            self.flushed.set()
 
     def _put(self) -> None:
         is_flush_due, self._is_flush_due = self._is_flush_due, False
-        rows = [self._rows.popleft() for _ in range(len(self._rows))]
+        rows = [self.rows.popleft() for _ in range(len(self.rows))]
         if rows:
             self._sink.put(rows)
         if is_flush_due:
             self._sink.flush()
-            self._flushed.set()
+            self.flushed.set()
+
+
+def _nobody(text: str, /) -> None:
+    """Whom a closed writer warns: it must not keep a trainer alive."""
 
 
 def _reason(error: Exception) -> str:

@@ -6,12 +6,14 @@ endpoint given or to what the `OTEL_*` variables say. Gauges are what is known l
 
 import importlib
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rsup.worker.observe.contract import Point, Warn
+from rsup.worker.observe.writers.credentials import without_credentials
 
 SCOPE = "rsup.training"
 FLUSH_WITHIN_S = 1.0
@@ -57,6 +59,7 @@ class OpenTelemetryWriter:
         self._meter = self._provider.get_meter(SCOPE)
         self._made: dict[str, Callable[..., None] | None] = {}
         self._has_said = False
+        self._is_closing = False
         self._caller: threading.Thread | None = None
 
     def _find(self, run_name: str, endpoint: str) -> tuple[Any, bool]:
@@ -69,10 +72,15 @@ class OpenTelemetryWriter:
         resource = importlib.import_module("opentelemetry.sdk.resources").Resource.create({"service.name": run_name or "rsup"})
         exporter = otlp.OTLPMetricExporter(endpoint=_metrics_url(endpoint) if endpoint else None, timeout=EXPORT_WITHIN_S)
         self._complaints.begin()
-        return sdk.MeterProvider([export.PeriodicExportingMetricReader(exporter)], resource, shutdown_on_exit=False), True
+        try:
+            reader = export.PeriodicExportingMetricReader(exporter)
+            return sdk.MeterProvider([reader], resource, shutdown_on_exit=False), True
+        except BaseException:
+            self._complaints.end()
+            raise
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
-        """See `Writer`."""
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
+        """See `Writer`. `at_s` is of no account: OpenTelemetry's values are those of the moment at which they are read."""
         self._say()
         self._record(f"{SCOPE}.iteration", "gauge", "{iteration}", iteration)
         self._record(f"{SCOPE}.consumed_samples", "gauge", "{sample}", consumed_samples)
@@ -94,10 +102,16 @@ class OpenTelemetryWriter:
                 self._record(f"rsup.end_to_end.{key}", "gauge", "", value)
 
     def _record(self, name: str, kind: str, unit: str, value: float, attributes: Mapping[str, str] | None = None) -> None:
+        if not math.isfinite(value):  # the package takes none, and says so each time
+            return
         if name not in self._made:
             self._made[name] = self._make(name, kind, unit)
         if (record := self._made[name]) is not None:
-            record(value, attributes)
+            try:
+                record(value, attributes)
+            except Exception as error:  # see _make: of a view's aggregation, a reader of the application's
+                self._made[name] = None
+                self._warn(f"OpenTelemetry takes no more of {name}: {_text(error)}")
 
     def _make(self, name: str, kind: str, unit: str) -> Callable[..., None] | None:
         try:
@@ -108,7 +122,7 @@ class OpenTelemetryWriter:
             else:
                 record = self._meter.create_gauge(name, unit).set
         except Exception as error:  # of a package that users replace and patch: its faults are no reason to stop a training
-            self._warn(f"OpenTelemetry takes no instrument {name}: {error}")
+            self._warn(f"OpenTelemetry takes no instrument {name}: {_text(error)}")
             return None
         return record
 
@@ -123,36 +137,57 @@ class OpenTelemetryWriter:
             self._within(FLUSH_WITHIN_S, self._provider.force_flush)
         self._say()
 
-    def close(self) -> None:
-        """See `Writer`. A provider of the application's is only flushed."""
+    def begin_close(self) -> None:
+        """See `ClosesLater`."""
+        if self._is_mine and not self._is_closing:
+            self._is_closing = True
+            self._begin(self._provider.shutdown)
+
+    def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
+        """See `Writer`; waits `within_s` at most, and `CLOSE_WITHIN_S`. A provider of the application's is only flushed."""
         if not self._is_mine:
             return self.flush()
+        self.begin_close()
         self._is_mine = False
-        self._within(FLUSH_WITHIN_S if self._complaints.first else CLOSE_WITHIN_S, self._provider.shutdown)
+        if self._caller is not None:
+            self._caller.join(min(within_s, FLUSH_WITHIN_S if self._complaints.first else CLOSE_WITHIN_S))
         self._complaints.end()
         self._say()
 
     def _within(self, wait_s: float, call: Callable[[], object]) -> None:
-        """Call it on a thread of its own, behind what that does already, and wait for a while: the package waits for its
-        network, whatever it is told."""
+        """Wait for it for a while: the package waits for its network, whatever it is told."""
         if self._caller is not None:
             self._caller.join(wait_s)
             if self._caller.is_alive():
                 return
-        self._caller = threading.Thread(target=self._call, args=(call,), name="rsup-otel", daemon=True)
-        self._caller.start()
-        self._caller.join(wait_s)
+        self._begin(call).join(wait_s)
 
-    def _call(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # the thread's outermost frame; the package raises what its readers and exporters do
-            self._complaints.first = self._complaints.first or " ".join(str(error).split())[:300]
+    def _begin(self, call: Callable[[], object]) -> threading.Thread:
+        """Call it on a thread of its own, behind what that does already. The thread must not know this writer: one that never
+        ends would keep the trainer alive whose `warn` it has."""
+        self._caller = threading.Thread(
+            target=_call, args=(call, self._complaints, self._caller), name="rsup-otel", daemon=True
+        )
+        self._caller.start()
+        return self._caller
+
+
+def _call(call: Callable[[], object], complaints: "_Complaints", earlier: threading.Thread | None) -> None:
+    if earlier is not None:
+        earlier.join()
+    try:
+        call()
+    except Exception as error:  # the thread's outermost frame; the package raises what its readers and exporters do
+        complaints.first = complaints.first or _text(error)
+
+
+def _text(error: Exception) -> str:
+    return without_credentials(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 def _metrics_url(endpoint: str) -> str:
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"{endpoint!r} is no http:// or https:// address")
+        raise ValueError(f"{without_credentials(endpoint)!r} is no http:// or https:// address")
     return endpoint if endpoint.rstrip("/").endswith("/v1/metrics") else f"{endpoint.rstrip('/')}/v1/metrics"
 
 
@@ -165,6 +200,8 @@ class _Complaints(logging.Handler):
     """Keeps the exporter's complaints, which would come each minute, out of the log, and the first of them."""
 
     _LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk.metrics")
+    _OF_EXPORTS = ("opentelemetry.exporter", "export")
+    """Parts of the names of the loggers whose complaints are of exports."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -172,7 +209,11 @@ class _Complaints(logging.Handler):
         self._propagate: dict[str, bool] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.first = self.first or " ".join(record.getMessage().split())[:300]
+        if not any(
+            part in record.name for part in self._OF_EXPORTS
+        ):  # of a value that it takes not: nothing is wrong with exports
+            return
+        self.first = self.first or without_credentials(" ".join(record.getMessage().split()))[:300]
 
     def begin(self) -> None:
         for name in self._LOGGERS:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import rsup.worker
-from rsup.worker.observe.contract import Point
+from rsup.worker.observe.contract import Point, Warn
 
 _ENERGY = ("iter-energy/gpu", "power/gpu")
 
@@ -24,10 +24,12 @@ class SupervisorWriter:
 
     name = "the supervisor"
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Warn | None = None) -> None:
+        """`warn`: says what is left out; None: a warning of Python's."""
+        self._warn = warn
         self._kinds: dict[str, str] = {}
 
-    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point]) -> None:
+    def write(self, iteration: int, consumed_samples: int, points: Sequence[Point], *, at_s: float | None = None) -> None:
         """See `Writer`."""
         by_kind: dict[str, dict[str, float]] = {}
         for key, value, _ in points:
@@ -35,7 +37,7 @@ class SupervisorWriter:
                 kind = self._kinds[key] = kind_of(key)
             by_kind.setdefault(kind, {})[key] = value
         for kind, values in by_kind.items():
-            rsup.worker.report_metrics(iteration, values, consumed_samples, kind)
+            rsup.worker.report_metrics(iteration, values, consumed_samples, kind, at_s=at_s, warn=self._warn)
 
     def flush(self) -> None:
         """Nothing waits here."""

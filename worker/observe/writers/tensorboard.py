@@ -5,12 +5,13 @@ run does again names a step and counts for a whole folder: one for iterations wo
 of samples (torch's `SummaryWriter(purge_step=...)` does).
 """
 
+import contextlib
 import importlib
 import itertools
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ SAMPLES_FOLDER = "vs-samples"
 EVENT_MODULE = "tensorboard.compat.proto.event_pb2"
 RECORD_MODULE = "rsup.worker.observe.writers.record_file"
 """Imported only when it is written: it needs numpy."""
-FLUSH_EVERY_S = 10.0
 _START_OF_SESSION = 1
 """tensorboard.SessionLog.START"""
 
@@ -41,30 +41,28 @@ class TensorBoardFiles:
     def __init__(self, folder: Path, resumed_at: int, resumed_samples: int) -> None:
         self._by_iteration = _EventFile(folder, resumed_at)
         self._by_samples = _EventFile(folder / SAMPLES_FOLDER, resumed_samples)
-        self._flushed_at_s = time.monotonic()
 
-    def open(self) -> None:
+    def open(self, remark: Callable[[str], None]) -> None:
         """Make the first file, so that a folder that cannot be written is known at once."""
         self._by_iteration.open()
 
     def put(self, rows: Sequence[Row]) -> None:
-        """Append, and make it visible now and then."""
+        """Append, and hand it to the operating system: about once a second, whatever comes later."""
         self._by_iteration.append((row.iteration, row.at_s, _values(row.points)) for row in rows)
         over_samples = ((row, [point for point in row.points if point.vs_samples]) for row in rows)
         self._by_samples.append((row.consumed_samples, row.at_s, _values(of, " vs samples")) for row, of in over_samples if of)
-        if time.monotonic() - self._flushed_at_s >= FLUSH_EVERY_S:
-            self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Hand to the operating system what is still here."""
-        self._flushed_at_s = time.monotonic()
         self._by_iteration.flush()
         self._by_samples.flush()
 
     def close(self) -> None:
-        """Flush and close."""
-        self._by_iteration.close()
-        self._by_samples.close()
+        """Flush and close both, also where one of them raises: a disk may be full."""
+        with contextlib.ExitStack() as both:
+            both.callback(self._by_samples.close)
+            both.callback(self._by_iteration.close)
 
 
 def _values(points: Iterable[Point], suffix: str = "") -> list[tuple[str, float]]:
