@@ -63,4 +63,4 @@ def test_a_slow_rank_is_found_once_the_detector_is_switched_on(place: Place) -> 
     place.rsup("stragglers", "slow", "off")
     launched.ends(0)
     lines = [line for line in launched.stdout.splitlines() if line.startswith("stragglers, iterations")]
-    assert any("slower in forward" in line and "rank 1 (CPU-" in line for line in lines), launched.stdout
+    assert any("slower in forward" in line and "rank 1 (CPU, " in line for line in lines), launched.stdout

@@ -92,12 +92,15 @@ def test_ignorance_and_a_broken_deployment_refuse_nobody(site: Site) -> None:
             node.settings(mode="enforce")
             node.python()
             spoiled(node)[case][0]()
-        assert site.starts(*names) == ("nothing" not in turn.values()), turn
-        site.is_idle(*[name for name, case in turn.items() if case != "nothing"])
+        for _ in range(3):
+            assert site.starts(*names) == ("nothing" not in turn.values()), turn
+            site.is_idle(*[name for name, case in turn.items() if case != "nothing"])
+            said = {name: [line for line in site.nodes[name].log().splitlines() if " prolog " in line] for name in names}
+            was_slow = [name for name in names if "exit 124" in said[name][-1] and "124" not in spoiled(node)[turn[name]][1]]
+            if not was_slow or "nothing" in turn.values():
+                break  # else the machine was too busy for the hook's 5 s, which lets a job in, too
         for name, case in turn.items():
-            node = site.nodes[name]
-            prologs = [line for line in node.log().splitlines() if " prolog " in line]
-            assert spoiled(node)[case][1] in prologs[-1], (case, prologs)
+            assert spoiled(site.nodes[name])[case][1] in said[name][-1], (case, said[name])
     assert site.slurm.state(names[-1])[0] == "drained", "and the sound one is refused"
 
 

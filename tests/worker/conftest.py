@@ -44,6 +44,7 @@ class RankForker:
         for line in self._process.stdout:
             word, *numbers = line.decode().split()
             if word == "started":
+                self.ended.pop(int(numbers[0]), None)  # process ids come again: an earlier rank may have had it
                 self._started.put(int(numbers[0]))
             elif word == "ended":
                 self.ended[int(numbers[0])] = int(numbers[1])
