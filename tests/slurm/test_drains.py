@@ -208,9 +208,10 @@ def test_a_scheduler_that_hangs_fails_or_says_what_we_do_not_know(slurm: Cluster
     assert daemon.log.count("that this rsup does not know: SHINY, WONDERFUL") == 1
     (folder / "powerless").touch()
     (folder / "odd").unlink()
+    daemon.wait(lambda: daemon.metric("rsup_drain_failing_nodes") == 1, "n2, which is known again, to be wanted as well")
     told = daemon.rsup("nodes", "drain", "n3", "--reason", "x", "--beyond-guard", code=1)
     assert "n3: not drained: scontrol update nodename=n3 is not allowed to rsup's user" in told and "Invalid user id" in told
-    daemon.wait(lambda: daemon.metric("rsup_drain_failing_nodes") == 2, "n2, which is known again, to be wanted as well")
+    daemon.wait(lambda: daemon.metric("rsup_drain_failing_nodes") == 2, "n3 to be wanted, too")
     told = daemon.rsup("slurm", "status")
     assert "NOT DONE since" in told and "refused n2" in told and "SLURM does not do what is due" in told
     daemon.rsup("nodes", "undrain", "n3", "--reason", "x")
