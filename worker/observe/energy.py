@@ -6,14 +6,14 @@ thread that samples it, as a lap's ends alone say nothing of what lies between.
 """
 
 import contextlib
-import importlib
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rsup.worker.observe.contract import Warn
+from rsup.worker.observe.error_text import one_line
+from rsup.worker.observe.nvml_bindings import load_nvml
 
 SAMPLE_EVERY_S = 0.1
 MAX_FAILURES = 5
@@ -111,17 +111,17 @@ class EnergyMeter:
     def _failed(self, error: Exception) -> None:
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
-            self._warn(f"energy is not measured any more: NVML says {_text(error)}, {MAX_FAILURES} times in a row")
+            self._warn(f"energy is not measured any more: NVML says {one_line(error)}, {MAX_FAILURES} times in a row")
             self.close()
         elif not self._has_failed:
             self._has_failed = True
-            self._warn(f"energy: NVML says {_text(error)}; the last reading counts again")
+            self._warn(f"energy: NVML says {one_line(error)}; the last reading counts again")
 
     def _open(self, device_uuid: str | None, nvml: Any) -> _Source | None:
         if device_uuid is None or not device_uuid.startswith(("GPU-", "MIG-")):
             self._warn("energy is not measured: this rank has no GPU")
             return None
-        nvml = nvml if nvml is not None else _load()
+        nvml = nvml if nvml is not None else load_nvml()
         if nvml is None:
             self._warn("energy is not measured: NVML's bindings cannot be loaded (pip install nvidia-ml-py)")
             return None
@@ -129,7 +129,7 @@ class EnergyMeter:
             nvml.nvmlInit()
             handle = nvml.nvmlDeviceGetHandleByUUID(device_uuid.encode())
         except Exception as error:  # see _read
-            self._warn(f"energy of {device_uuid} is not measured: NVML says {_text(error)}")
+            self._warn(f"energy of {device_uuid} is not measured: NVML says {one_line(error)}")
             return None
         return self._source_of(nvml, handle, device_uuid)
 
@@ -139,12 +139,12 @@ class EnergyMeter:
             counter.read_j()
             return counter
         except Exception as error:  # see _read
-            no_counter = _text(error)
+            no_counter = one_line(error)
         try:
             nvml.nvmlDeviceGetPowerUsage(handle)
         except Exception as error:  # see _read
             self._warn(
-                f"energy of {device_uuid} is not measured: NVML has no counter ({no_counter}), no power ({_text(error)})"
+                f"energy of {device_uuid} is not measured: NVML has no counter ({no_counter}), no power ({one_line(error)})"
             )
             return None
         self._warn(f"{device_uuid} has no energy counter ({no_counter}): its power is sampled every {SAMPLE_EVERY_S} s instead")
@@ -198,16 +198,3 @@ class PowerIntegral:
             now_s = self._clock()
             self._energy_j += (self._power_w + power_w) / 2 * (now_s - self._at_s)
             self._at_s, self._power_w = now_s, power_w
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _load() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module("pynvml")
-    except (ImportError, OSError, AttributeError):
-        return None

@@ -15,6 +15,7 @@ from typing import Any
 
 from rsup.worker.observe.contract import Warn
 from rsup.worker.observe.end_to_end_facts import Counters, RunFacts
+from rsup.worker.observe.error_text import one_line
 
 OLDEST_S = 590.0
 """one-logger refuses moments more than ten minutes old; what is older gets the moment at which it is told."""
@@ -56,7 +57,7 @@ def connect(options: OneLoggerOptions, facts: RunFacts, app_started_s: float, wa
         if provider.config.telemetry_config is None:
             provider.set_training_telemetry_config(_training_config(options, facts))
     except Exception as error:  # the packages' own, and pydantic's
-        warn(f"one-logger is not written to: {_short(error)}")
+        warn(f"one-logger is not written to: {one_line(error)}")
         return None
     return adapter
 
@@ -200,13 +201,9 @@ class OneLogger:
             call()
         except Exception as error:  # the packages' own, and whatever an application's exporter raises
             self._is_over = True
-            self._warn(f"one-logger gets nothing more: {_short(error)}")
+            self._warn(f"one-logger gets nothing more: {one_line(error)}")
 
 
 def _ms(at_s: float) -> float | None:
     """For one-logger, for which None is now."""
     return at_s * 1e3 if time.time() - at_s < OLDEST_S else None
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

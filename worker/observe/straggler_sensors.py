@@ -4,15 +4,13 @@ A thread of its own reads them once a second: at the moment of a report the devi
 late holds nobody up. No torch.
 """
 
-import contextlib
-import importlib
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rsup.supervisor.wire import DeviceSensors
+from rsup.worker.observe.nvml_bindings import load_nvml
 
 SM_CLOCK, TEMPERATURE_OF_GPU = 1, 0
 """NVML_CLOCK_SM, NVML_TEMPERATURE_GPU"""
@@ -34,7 +32,7 @@ class SensorReader:
     """
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self._nvml = nvml if nvml is not None else _load()
+        self._nvml = nvml if nvml is not None else load_nvml()
         if self._nvml is None:
             raise LookupError("NVML's Python bindings (nvidia-ml-py) are not installed")
         try:
@@ -150,10 +148,3 @@ def _read_until(uuid: str, nvml: Any, readings: _Readings, is_over: threading.Ev
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _load() -> Any:
-    with contextlib.suppress(ImportError, OSError, AttributeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("pynvml")
-    return None

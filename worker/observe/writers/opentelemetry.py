@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rsup.worker.observe.contract import Point, Warn
+from rsup.worker.observe.error_text import one_line
 from rsup.worker.observe.writers.credentials import without_credentials
 
 SCOPE = "rsup.training"
@@ -182,7 +183,7 @@ def _call(call: Callable[[], object], complaints: "_Complaints", earlier: thread
 
 
 def _text(error: Exception) -> str:
-    return without_credentials(" ".join(str(error).split()))[:300] or type(error).__name__
+    return without_credentials(one_line(error))
 
 
 def _metrics_url(endpoint: str) -> str:

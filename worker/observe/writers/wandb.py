@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rsup.worker.checkpoint_directory import write_durably
+from rsup.worker.observe.error_text import one_line
 from rsup.worker.observe.writers.background import Row
 from rsup.worker.observe.writers.credentials import without_credentials
 
@@ -197,4 +198,4 @@ def _problem_with(base_url: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    return without_credentials(" ".join(str(error).split()))[:300]
+    return without_credentials(one_line(error))
