@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rsup.worker.observe.flops import training_flops
+from rsup.worker.observe.log_points import memory_points
 from rsup.worker.observe.memory_report import MemoryReport, comparison, memory_line
 from rsup.worker.observe.parameter_count import parameter_counts
 from rsup.worker.observe.reference_memory import (
@@ -240,7 +241,7 @@ def test_other_ranks_ask_for_no_theory_and_may_say_nothing() -> None:
     report = MemoryReport(torch.device("cpu"), 3, say=said.append, speaks=False, theory=lambda: (["theory"], 1))
     report.at_log_point(1)
     report.at_log_point(2)
-    assert said == [] and report.points() == []
+    assert said == [] and memory_points() == {}
 
 
 def test_on_a_gpu_the_second_report_compares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +252,9 @@ def test_on_a_gpu_the_second_report_compares(monkeypatch: pytest.MonkeyPatch) ->
         "reserved_bytes.all.current": 3 * mib,
     }
     statistics |= {"reserved_bytes.all.peak": 4 * mib, "allocation.all.current": 7}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: statistics)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * mib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * mib, 16 * mib))
     said: list[str] = []
@@ -263,7 +266,7 @@ def test_on_a_gpu_the_second_report_compares(monkeypatch: pytest.MonkeyPatch) ->
     sizes += " | total device memory used: 6.00 |"
     compared = "memory at the peak (MB): estimated 3.00, measured 2.00 (+50.0 %)"
     assert said == ["theory", f"[Rank 0] (after 1 iterations) {sizes}", f"[Rank 0] (after 10 iterations) {sizes}", compared]
-    assert {point.key: point.value for point in report.points()} == {
+    assert memory_points() == {
         "mem-reserved-bytes": 3 * mib,
         "mem-allocated-bytes": mib,
         "mem-max-allocated-bytes": 2 * mib,

@@ -10,16 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from rsup.worker.observe.contract import Point
 from rsup.worker.observe.memory_estimate import MIB
 
 NUM_SAVES_REPORTED = 3
-_KEYS = {
-    "mem-reserved-bytes": "reserved_bytes.all.current",
-    "mem-allocated-bytes": "allocated_bytes.all.current",
-    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
-    "mem-allocated-count": "allocation.all.current",
-}
 _FIELDS = {
     "allocated": "allocated_bytes.all.current",
     "max allocated": "allocated_bytes.all.peak",
@@ -86,13 +79,6 @@ class MemoryReport:
         yield
         if is_reported:
             self._report(iteration, f"(after the save of iteration {iteration})")
-
-    def points(self) -> list[Point]:
-        """What the allocator says, for writers: bytes, and the number of tensors. Nothing on a CPU."""
-        if self._device.type != "cuda":
-            return []
-        statistics = torch.cuda.memory_stats(self._device)
-        return [Point(key, float(statistics.get(name, 0))) for key, name in _KEYS.items()]
 
     def _report(self, iteration: int, label: str) -> None:
         self._reported = iteration
