@@ -17,16 +17,12 @@ from rsup.worker.observe.energy import EnergyMeter
 from rsup.worker.observe.flops import step_flops
 from rsup.worker.observe.one_logger import OneLoggerOptions, connect
 from rsup.worker.observe.reference_memory import reference_description
-from rsup.worker.observe.straggler import StragglerDetector
-from rsup.worker.observe.timers import Timers
 from rsup.worker.observe.training_log import TrainingLogOptions
 from rsup.worker.observe.writers import WriterOptions, make_writers
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks, job_identity
 from rsup.worker.reference.state import Progress
 from rsup.worker.reference.stepper import LOAD_BALANCING_LOSS
-from rsup.worker.reference.watching import make_straggler, make_timers
-from rsup.worker.rerun.contract import RankDevice
 
 LOSS = "lm loss"
 Warn = Callable[[str], None]
@@ -142,31 +138,6 @@ def _path(text: str | None) -> Path | None:
     if not text:
         return None
     return Path(text if "://" in text else os.path.abspath(text))  # an address is named as it was given
-
-
-def run_timers(options: Options, ranks: Ranks, warn: Warn) -> Timers:
-    """The timers of this rank."""
-    return make_timers(
-        ranks,
-        warn,
-        level=options.timing_log_level,
-        option=options.timing_log_option,
-        has_barrier=not options.no_barrier_with_level_1_timing,
-        is_graphed=options.is_graphed,
-        mode=options.timing_mode,
-    )
-
-
-def run_straggler(options: Options, ranks: Ranks, device: RankDevice, warn: Warn) -> StragglerDetector:
-    """The straggler detector of this rank; off unless the options ask for it, until somebody switches it on."""
-    return make_straggler(
-        ranks,
-        device,
-        warn,
-        enabled=options.log_straggler and not options.disable_straggler_on_startup,
-        num_listed=options.straggler_minmax_count,
-        is_graphed=options.is_graphed,
-    )
 
 
 def energy_meter(options: Options, device_uuid: str, warn: Warn) -> EnergyMeter | None:

@@ -18,6 +18,7 @@ from rsup.worker.faults import FaultPlan, StrikeMarks
 from rsup.worker.inprocess.entry import current_entry
 from rsup.worker.loader_state import ResumableLoader
 from rsup.worker.numeric_faults import NumericFault
+from rsup.worker.observe.timers import Timers
 from rsup.worker.optimizer_offload import OptimizerOffload
 from rsup.worker.phases import current_phase
 from rsup.worker.reference.agreed_start import agreed_skips, unarmed_faults
@@ -33,10 +34,11 @@ from rsup.worker.reference.phase_start import begin_of_phase
 from rsup.worker.reference.program import program_of
 from rsup.worker.reference.ranks import Ranks, job_identity
 from rsup.worker.reference.run_log import RunLog, open_run_log
-from rsup.worker.reference.run_parts import end_to_end, run_straggler, run_timers
+from rsup.worker.reference.run_parts import end_to_end
 from rsup.worker.reference.saving import Saves
 from rsup.worker.reference.state import Progress, prepare_optimizer, seed_for
 from rsup.worker.reference.stepper import Report, StepParts
+from rsup.worker.reference.watching import make_straggler, make_timers
 from rsup.worker.rerun.contract import EXIT_ELSEWHERE, Exit, RankDevice, RerunMode
 from rsup.worker.rerun.data_iterator import RerunDataIterator
 from rsup.worker.rerun.state_machine import RerunStateMachine
@@ -51,16 +53,8 @@ class Trainer:
         self.sections = sections
         self.progress = Progress()
         self._end_to_end = end_to_end(options, ranks, self.warn)
-        timers = run_timers(options, ranks, self.warn)
-        with self._end_to_end.stage("build_dataiters"), timers("train/valid/test-data-iterators-setup", 0):
-            self.training, self.validation = load_text(options.data_path, options.seq_length, options.seed)
-        seed_for(options.seed, 0, -1)
-        setup = timers("model-and-optimizer-setup", 0)
-        with self._end_to_end.stage("model_init"), setup:
-            self.module = make_model(options, ranks.device)
-        with self._end_to_end.stage("build_optimizer"), setup:
-            self.optimizer = make_optimizer(self.module, options)
-            prepare_optimizer(self.optimizer)
+        timers = make_timers(options, ranks, self.warn)
+        self._make_data_and_model(timers)
         self._offload = OptimizerOffload(self.optimizer, [])  # the stepper knows which graph reads its state
         seed_for(options.seed, ranks.rank, 0)
         self.schedule = make_schedule(options)
@@ -77,22 +71,13 @@ class Trainer:
         job = job_key, _ = job_identity()
         self._faults = FaultPlan(options.fault, ranks.rank, marker_dir(options), job_key)
         marks = StrikeMarks(marker_dir(options), job_key)
-        self.rerun = RerunStateMachine(
-            options.rerun_config,
-            device=device,
-            torch_device=ranks.device,
-            group=ranks.control,
-            ledger_folder=options.save_dir,
-            seed=options.seed,
-            injected=any(isinstance(fault, NumericFault) for fault in options.fault),
-        )
-        self.rerun.program.update(program_of(options, deterministic))
+        self.rerun = _rerun_machine(options, ranks, deterministic, device)
         self._source = source = make_loader(self.training, options, ranks.rank)
         if (entry := current_entry()) is not None:
             entry.at_restart(source.close)
         self._loader = ResumableLoader(source, options.require_loader_state)
         data = RerunDataIterator(self._loader)
-        straggler = run_straggler(options, ranks, device, self.warn)
+        straggler = make_straggler(options, ranks, device, self.warn)
         if entry is not None:
             entry.at_restart(straggler.close)  # the log, which closes it too, comes later
         self._observed = Observed(timers, straggler, make_dumps(options, ranks, self.module, self.warn))
@@ -142,6 +127,18 @@ class Trainer:
             self._save_is_over,
             self._loss_scale,
         )
+
+    def _make_data_and_model(self, timers: Timers) -> None:
+        options, stage = self.options, self._end_to_end.stage
+        with stage("build_dataiters"), timers("train/valid/test-data-iterators-setup", 0):
+            self.training, self.validation = load_text(options.data_path, options.seq_length, options.seed)
+        seed_for(options.seed, 0, -1)
+        setup = timers("model-and-optimizer-setup", 0)
+        with stage("model_init"), setup:
+            self.module = make_model(options, self.ranks.device)
+        with stage("build_optimizer"), setup:
+            self.optimizer = make_optimizer(self.module, options)
+            prepare_optimizer(self.optimizer)
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -411,6 +408,20 @@ class Trainer:
         if different:
             self.warn(f"parameters of ranks {different} differ from those of rank 0")
         return mine
+
+
+def _rerun_machine(options: Options, ranks: Ranks, deterministic: bool, device: RankDevice) -> RerunStateMachine:
+    machine = RerunStateMachine(
+        options.rerun_config,
+        device=device,
+        torch_device=ranks.device,
+        group=ranks.control,
+        ledger_folder=options.save_dir,
+        seed=options.seed,
+        injected=any(isinstance(fault, NumericFault) for fault in options.fault),
+    )
+    machine.program.update(program_of(options, deterministic))
+    return machine
 
 
 def marker_dir(options: Options) -> Path | None:

@@ -5,6 +5,7 @@ from rsup.worker.observe.nvrx_straggler import load_kernel_scores
 from rsup.worker.observe.straggler import StragglerDetector
 from rsup.worker.observe.straggler_scores import SHARED_SECTIONS
 from rsup.worker.observe.timers import Timers
+from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
 from rsup.worker.rerun.contract import RankDevice
 
@@ -13,23 +14,28 @@ WATCHED = ("batch-generator", "forward-backward", "forward-compute", "backward-c
 SHARED = SHARED_SECTIONS | {"backward-compute"}
 
 
-def make_timers(
-    ranks: Ranks, warn: Warn, *, level: int, option: str, has_barrier: bool, is_graphed: bool, mode: str | None = None
-) -> Timers:
-    """`mode`: None for Megatron-LM's, `sync`; but `event` where steps are graphs, and where no part of a step is timed."""
+def make_timers(options: Options, ranks: Ranks, warn: Warn) -> Timers:
+    """The timers of this rank. Unless the options say how they measure it is as Megatron-LM's do, `sync`; but `event` where
+    steps are graphs, and where no part of a step is timed."""
+    level, mode = options.timing_log_level, options.timing_mode
     if mode is None:
-        mode = "event" if is_graphed or level == 0 else "sync"
+        mode = "event" if options.is_graphed or level == 0 else "sync"
     return Timers(
-        level, option, device=ranks.device, group=ranks.control, barrier_with_level_1=has_barrier, mode=mode, warn=warn
+        level,
+        options.timing_log_option,
+        device=ranks.device,
+        group=ranks.control,
+        barrier_with_level_1=not options.no_barrier_with_level_1_timing,
+        mode=mode,
+        warn=warn,
     )
 
 
-def make_straggler(
-    ranks: Ranks, device: RankDevice, warn: Warn, *, enabled: bool, num_listed: int, is_graphed: bool
-) -> StragglerDetector:
-    """Off where not `enabled`, and to be switched on in the running job. Kernels are compared where NVRx's detector loads, but
-    not those of graphs."""
-    kernels = load_kernel_scores(ranks.device, device.node, warn) if enabled and not is_graphed else None
+def make_straggler(options: Options, ranks: Ranks, device: RankDevice, warn: Warn) -> StragglerDetector:
+    """The straggler detector of this rank; off unless the options ask for it, until somebody switches it on. Kernels are
+    compared where NVRx's detector loads, but not those of graphs."""
+    enabled = options.log_straggler and not options.disable_straggler_on_startup
+    kernels = load_kernel_scores(ranks.device, device.node, warn) if enabled and not options.is_graphed else None
     return StragglerDetector(
         rank=ranks.rank,
         device=device,
@@ -39,6 +45,6 @@ def make_straggler(
         enabled=enabled,
         sections=WATCHED,
         shared=SHARED,
-        num_listed=num_listed,
+        num_listed=options.straggler_minmax_count,
         kernels=kernels,
     )
