@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,13 +111,19 @@ class Workplace:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            try:
-                code = process.wait(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
-                code = -1
-        return code, time.monotonic() - started
+            is_late = threading.Event()
+
+            def end() -> None:
+                is_late.set()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+
+            late = threading.Timer(timeout_s, end)
+            late.start()
+            code = process.wait()  # with a time limit it polls, up to 50 ms behind the end
+            took_s = time.monotonic() - started
+            late.cancel()
+        return -1 if is_late.is_set() else code, took_s
 
     def log_tail(self) -> str:
         """The last lines of the last command's output."""
