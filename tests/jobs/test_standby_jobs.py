@@ -33,6 +33,12 @@ def events(place: Place, job: str) -> str:
 
 def kill_when_ready(place: Place, job: str) -> None:
     wait_until(lambda: "2 warm standbys are ready" in events(place, job), "standbys", 60)
+    kill_rank_1(place)
+
+
+def kill_rank_1(place: Place) -> None:
+    """Kill rank 1 of the first attempt, once it has trained an iteration."""
+    wait_until((place.folder / "pid-1-1").exists, "the second iteration", 60)
     os.kill(int((place.folder / "pid-1-1").read_text()), signal.SIGKILL)
 
 
@@ -48,8 +54,7 @@ def test_a_restart_imports_nothing_again(place: Place) -> None:
 def test_no_standby(place: Place) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--no-standby")
     job = place.launch("--job-id", "w2", *options, place.script(TRAIN))
-    wait_until(lambda: (place.folder / "pid-1-1").exists(), "the first iteration", 60)
-    os.kill(int((place.folder / "pid-1-1").read_text()), signal.SIGKILL)
+    kill_rank_1(place)
     job.ends(0)
     assert "attempt 2 rank 1 warm False" in job.stdout
     assert "warm" not in events(place, "w2")
@@ -88,6 +93,6 @@ def test_a_script_that_prepares_the_import_has_no_standby_and_is_told_why(place:
     why = "no warm standbys for this job: line 3 sets OMP_NUM_THREADS before torch is imported"
     wait_until(lambda: why in events(place, "w4"), "the reason", 60)
     assert standbys_of(job.pid) == []
-    os.kill(int((place.folder / "pid-1-1").read_text()), signal.SIGKILL)
+    kill_rank_1(place)
     job.ends(0)
     assert "attempt 2 rank 0 warm False" in job.stdout

@@ -212,7 +212,7 @@ def test_what_success_leaves_behind_and_had_to_be_killed_is_told(launch: Launch)
     launch.supervisor.wait_for(wire.RanksGone, within_s=5)
     note = next(fact for fact in launch.supervisor.of(wire.Note) if "left behind" in fact.text)
     assert note.text == "ended 1 process that rank 0 left behind, with SIGKILL"
-    assert f"rsup: {note.text}" in launch.err
+    launch.until(lambda: f"rsup: {note.text}" in launch.err)
     launch.supervisor.end(0)
     assert launch.wait() == 0
 
