@@ -38,7 +38,7 @@ FT_OPTIONS: Sequence[Option] = (
     _works(
         "--ft-rank-section-timeouts",
         meaning="`NAME:SECONDS,...`: longest time a section may be open, like `setup:600,step:180,checkpointing:420`;"
-        " `none`: no limit. `warmup` is the limit of `step` during the first iterations.",
+        " `none`: no limit. `warmup` is the limit of `step` during the first iterations. A job that opens none is told.",
     ),
     _works("--ft-rank-out-of-section-timeout", meaning="Longest time in seconds that no section is open."),
     _works("--ft-initial-rank-heartbeat-timeout", meaning="Longest time in seconds until a rank's first heartbeat."),

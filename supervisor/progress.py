@@ -27,6 +27,9 @@ from rsup.supervisor.wire import (
 _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.COLLECTING)
 NOTICEABLE_CHANGE = 0.05
 """A calculated limit that moved by less than this part of it is not pushed to the agents again."""
+UNWATCHED_AFTER_S = 60.0
+"""How long after its first step a job without sections is told that their limits watch nothing."""
+_COMES_LATE = ("checkpointing", "warmup")
 
 
 def heard(turn: Turn, event: AgentHeard) -> None:
@@ -220,6 +223,7 @@ def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None
     if state.phase not in _AT_WORK or not _noticeable(before, limits):
         limits = before
     turn.change(limits=limits, observed=observed)
+    _tell_unwatched(turn)
     _record_sections(turn, state, fact.closing)
     if limits is before:
         return
@@ -231,6 +235,21 @@ def sections_observed(turn: Turn, agent_id: str, fact: SectionsObserved) -> None
     reason = f"limits from observed times ({use}): {listed}"
     turn.log("SetLimits", reason, data={"limits": dict(new)})
     push_limits(turn, reason)
+
+
+def _tell_unwatched(turn: Turn) -> None:
+    """Say it once in an attempt where sections have limits and ranks that have long stepped open none: hangs go unseen."""
+    state = turn.state
+    given = [name for name, limit_s in state.limits.sections.items() if limit_s is not None and name not in _COMES_LATE]
+    first_step_us = state.current.first_step_us if state.current is not None else None
+    if not given or state.observed.sections or state.observed.told_unwatched or first_step_us is None:
+        return
+    if turn.now.us - first_step_us < UNWATCHED_AFTER_S * 1e6:
+        return
+    turn.change(observed=replace(state.observed, told_unwatched=True))
+    text = f"no rank has opened a section yet, so the limits of {', '.join(given)} watch nothing"
+    turn.log("Note", text, "warning")
+    turn.tell(f"{text} (rsup.worker.section opens one; the reference trainer's do with --enable-ft-package)")
 
 
 def _noticeable(before: Limits, after: Limits) -> bool:

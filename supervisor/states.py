@@ -183,6 +183,8 @@ class Observed(Struct, frozen=True):
     """`checkpoints` when limits were last calculated."""
     async_save: bool = False
     loaded_persistent: bool = False
+    told_unwatched: bool = False
+    """Whether it was said that no rank opens a section."""
 
 
 class Case(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from rsup.supervisor import wire
-from rsup.supervisor.actions import AnswerOperator, FoundEvidence, SendOrder, SendRefusal, SendWelcome
+from rsup.supervisor.actions import AnswerOperator, FoundEvidence, SendNotice, SendOrder, SendRefusal, SendWelcome
 from rsup.supervisor.events import (
     AgentHeard,
     AgentJoined,
@@ -693,6 +693,29 @@ def test_a_local_checkpoint_shortens_what_is_done_again_and_counts_for_nothing_e
     assert driver.incidents()[0].lost_iterations == 2
     assert driver.state.checkpoint == 30
     assert driver.state.current is not None and driver.state.current.start_iteration == 40
+
+
+def unwatched(limits: dict[str, float | None], seen: dict[str, wire.SectionSeen]) -> tuple[list[str], list[str]]:
+    """What the story and the terminal say of a job that stepped at once and then observed `seen` for two minutes."""
+    driver = Driver(spec(limits=wire.Limits(sections=limits))).run_nodes("a")
+    driver.beat("a", 1)
+    driver.beat("a", 2)
+    for waited_s in range(0, 130, 10):
+        driver.say("a", wire.SectionsObserved(driver.now().us, 1, seen))
+        assert waited_s >= 60 or "Note" not in driver.kinds(), "it may still come"
+        driver.wait(10.0)
+    story = [event.text for event in driver.events() if event.kind == "Note"]
+    return story, [action.text for action in driver.actions if isinstance(action, SendNotice)]
+
+
+def test_limits_of_sections_that_nobody_opens_are_told_once() -> None:
+    given = {"setup": 600.0, "step": 60.0, "checkpointing": 600.0}
+    [story], [notice] = unwatched(given, {})
+    assert story == "no rank has opened a section yet, so the limits of setup, step watch nothing"
+    assert notice.startswith(story) and "--enable-ft-package" in notice
+    assert unwatched(given, {"step": wire.SectionSeen(0.1, 5)}) == ([], [])
+    assert unwatched({"checkpointing": 60.0, "step": None}, {}) == ([], []), "it comes late"
+    assert unwatched({}, {}) == ([], [])
 
 
 def test_limits_that_came_with_the_checkpoint_go_to_the_agents_and_never_replace_configured_ones() -> None:
