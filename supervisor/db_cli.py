@@ -5,13 +5,15 @@ refuse to while one runs.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sqlite3
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,9 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `rsup db ...` with `argv`; return the exit code. Raise `RsupError`, whose text is the one line to print."""
     options = _parser().parse_args(list(sys.argv[2:] if argv is None else argv))
     state = _settle(options)
-    answer: Answer = options.run(options, state)
+    with _ended_by_sigterm():
+        answer: Answer = options.run(options, state)
     print(json.dumps(answer, indent=1) if options.json else answer.pop("text"))
     return 0 if answer.get("ok", True) else 1
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: unfinished files are removed, the lease is given back."""
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _settle(options: argparse.Namespace) -> Path:

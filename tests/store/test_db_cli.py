@@ -1,7 +1,13 @@
 """`rsup db`: backup, check, upgrade, merge, by hand and beside a running supervisor."""
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -56,6 +62,13 @@ def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
     return json.loads(capsys.readouterr().out)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
 def test_backup_beside_a_running_supervisor(open_store, state: Path, capsys) -> None:
     store = open_store(state / "rsup.db")
     store.commit(story(job_key(), 5))
@@ -69,6 +82,25 @@ def test_backup_beside_a_running_supervisor(open_store, state: Path, capsys) -> 
         main(["backup", str(state / "mine.db")])
     with closing(sqlite3.connect(copy)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_sigterm_in_a_backup_leaves_nothing_behind(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump = tmp_path / "pg_dump"
+    dump.write_text('#!/bin/sh\necho $$ > "$0.pid"\nmv "$0.pid" "$0.started"\nexec sleep 60\n')
+    dump.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = [sys.executable, "-m", "rsup.launcher", "db", "backup", "--database-url", "postgresql://nobody@127.0.0.1:9/x"]
+    with subprocess.Popen([*words, str(state / "b.dump")], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until((tmp_path / "pg_dump.started").exists)
+            assert [path.name for path in state.iterdir()] == [f".b.dump.arriving-{process.pid}"]
+            process.terminate()
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert list(state.iterdir()) == []
+    pid = int((tmp_path / "pg_dump.started").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_backup_of_a_server_is_a_file(open_store, postgres: str, state: Path, capsys) -> None:
