@@ -19,7 +19,10 @@ MAX_REASON_CHARS = 600
 MAX_STOOD_IN = 4
 MAX_ERROR_FILE_BYTES = 4 * 1024 * 1024
 
-_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?$", re.MULTILINE)
+_WARNING = re.compile(
+    r"^(\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?|(rsup: )?warning: .*|WARNING\b.*|\[?WARN(ING)?\]?:? .*)$", re.MULTILINE
+)
+"""Python's, with the source line that each shows, and those of programs, ours too: they name errors that ended nothing."""
 _RESTARTED_AFTER = re.compile(
     r"^.*: entry \d+ into the training ends, in-process restart follows:\n(Traceback .*\n([ \t].*\n)*.*$)?", re.MULTILINE
 )
@@ -71,8 +74,8 @@ def read_error_file(path: Path) -> RankError | None:
 def telling_line(log_tail: str, of_stderr: bool = True) -> str:
     """The last line of a stderr tail that says what went wrong: an exception's line, else the last line with text.
 
-    Python's warnings, with the source line that each shows, are no answer, nor are exceptions that an in-process restart
-    followed; nor is just any line, where not `of_stderr` alone.
+    Warnings are no answer, nor are exceptions that an in-process restart followed; nor is just any line, where not `of_stderr`
+    alone.
     """
     lines = [line.strip() for line in _RESTARTED_AFTER.sub("", _WARNING.sub("", log_tail)).splitlines() if line.strip()]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
@@ -99,8 +102,8 @@ def signal_name(number: int) -> str:
 
 
 def is_victim(exited: RankExited) -> bool:
-    """Whether the rank was ended by us, or fell over because a peer had gone."""
-    return bool(exited.by_us) or bool(_AFTERMATH.search(exited.error))
+    """Whether the rank was ended by us, or fell over because a peer had gone. Nobody falls over by SIGKILL."""
+    return bool(exited.by_us) or (exited.signal != signal.SIGKILL and bool(_AFTERMATH.search(exited.error)))
 
 
 def first_failure(exits: Sequence[RankExited]) -> RankExited | None:

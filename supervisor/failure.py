@@ -94,10 +94,11 @@ def first_mover(exits: Iterable[tuple[int, RankExit]]) -> tuple[int, RankExit] |
 
 
 def weight(exit_: RankExit) -> int:
-    """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog, or it waited for others. The lightest came first."""
+    """0: an end of its own; 1: it tells of a lost peer; 2: of a watchdog, or it waited for others. The lightest came first.
+    A line about a peer is no reason for a SIGKILL, which somebody sends."""
     if is_of_a_watchdog(exit_.error) or WAITED_IN_VAIN in exit_.killer:
         return 2
-    return OF_A_PEER if is_of_a_peer(exit_.error) else 0
+    return OF_A_PEER if is_of_a_peer(exit_.error) and exit_.signal != signals.SIGKILL else 0
 
 
 def signal_name(number: int) -> str:

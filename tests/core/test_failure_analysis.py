@@ -15,6 +15,7 @@ WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran
     [
         ({0: RankExit(1, 1, 0), 1: RankExit(2, 1, 0)}, 0),
         ({0: RankExit(1, 1, 0, error=CLOSED), 1: RankExit(2, 137, 0, signal=9)}, 1),
+        ({0: RankExit(1, 137, 0, signal=9, error=CLOSED), 1: RankExit(2, 1, 0)}, 0),  # an older line, and somebody's SIGKILL
         ({0: RankExit(1, 143, 0, signal=15, by_us="stop"), 1: RankExit(2, 1, 0, error=CLOSED)}, 1),
         ({0: RankExit(1, 143, 0, signal=15, by_us="stop")}, None),
         ({0: RankExit(1, 0, 0), 1: RankExit(2, 3, 0)}, 1),

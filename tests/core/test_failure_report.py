@@ -145,6 +145,29 @@ def test_a_warning_is_not_why_a_rank_failed() -> None:
     assert telling_line("RuntimeError: no data\n" + warning) == "RuntimeError: no data"
 
 
+@pytest.mark.parametrize(
+    "warning",
+    [
+        "warning: OpenTelemetry cannot export, and goes on trying: [Errno 111] Connection refused",
+        "warning: Weights & Biases cannot be reached (<urlopen error [Errno -2] Name or service not known>)",
+        "rsup: warning: the health check failed",
+        "WARNING:urllib3.connectionpool:Retrying after connection broken by 'NewConnectionError: Connection refused'",
+        "WARNING: Logging before flag parsing goes to stderr: error",
+        "[WARN] socket timeout, trying again",
+    ],
+)
+def test_what_a_program_warned_of_is_not_why_a_rank_failed(warning: str) -> None:
+    assert telling_line(f"{warning}\n") == ""
+    assert telling_line(f"no durable checkpoint of iteration 60\n{warning}\n") == "no durable checkpoint of iteration 60"
+    assert telling_line(f"warnings: 3 failed\n{warning}\n") == "warnings: 3 failed"
+
+
+def test_a_rank_that_somebody_killed_is_no_victim_of_an_older_line() -> None:
+    told = "connection refused by the metrics host"
+    killed, fallen = exited(0, 10, 137, signal=9, error=told), exited(1, 20, 134, signal=6, error=told)
+    assert (is_victim(killed), is_victim(fallen)) == (False, True)
+
+
 AT_US = 1_767_225_600_123_456  # 2026-01-01 00:00:00.123456 UTC
 KILLED_LATER: dict[str, Any] = {"exit_code": 143, "signal": 15, "by_us": "attempt 2 has failed"}
 GOLDEN: dict[str, tuple[str, list[RankExited], str]] = {
