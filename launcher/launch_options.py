@@ -232,6 +232,8 @@ def job_spec(options: LaunchOptions, owner: str, listen: str = "") -> JobSpec:
         listen=listen,
         endpoint=options.rdzv_endpoint,
         phases=[phase.spec() for phase in options.phases],
+        scheduler_job=options.slurm.whole_job if options.slurm else "",
+        scheduler_start=options.slurm.num_restarts if options.slurm else 0,
     )
 
 

@@ -5,6 +5,7 @@ the restart policy speaks only then. A stop asked for gives the ranks time to sa
 restart (its ranks may be alive: never two attempts) but not an end.
 """
 
+import signal
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from rsup.supervisor.phases import count_hop, is_going_round, next_phase
 from rsup.supervisor.re_entry import is_being_replaced, under_way
 from rsup.supervisor.records import IncidentSaved
 from rsup.supervisor.restart_policy import FailedAttempt, Verdict, judge, passed_on, signature
-from rsup.supervisor.states import LIVE_PHASES, Budget, Failure, JobState, Phase, StopRequest
+from rsup.supervisor.states import LIVE_PHASES, Budget, Failure, JobState, Phase, Role, StopRequest
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
     EXIT_NO_REQUEUE,
@@ -385,6 +386,14 @@ def succeed(turn: Turn) -> None:
         return
     _close_attempt(turn, "succeeded", "every rank exited 0")
     end_job(turn, 0, "every rank exited 0")
+
+
+def end_unattended(turn: Turn, reason: str) -> None:
+    """Nothing is left of the job, and nobody came to tell how it ended. That is no fault of a device or a node."""
+    for agent_id in turn.state.agents:
+        turn.change_agent(agent_id, role=Role.GONE, live_attempt=0)
+    _close_attempt(turn, "stopped", reason)
+    end_job(turn, 128 + signal.SIGTERM, reason)
 
 
 def end_job(turn: Turn, exit_code: int, reason: str, rank: int | None = None, node: str = "") -> None:

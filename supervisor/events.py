@@ -54,6 +54,12 @@ class AgentSilent(Struct, frozen=True):
     silent_s: float
 
 
+class StartedAgain(Struct, frozen=True):
+    """The scheduler has started the job's script again, which it does once nothing of the start before is left."""
+
+    reason: str
+
+
 class AgentLeft(Struct, frozen=True):
     """An agent said `Bye`."""
 
@@ -97,6 +103,7 @@ Event = (
     | AgentHeard
     | AgentSilent
     | AgentLeft
+    | StartedAgain
     | Tick
     | Recovered
     | StoreTrouble

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from rsup.supervisor import wire
 from rsup.supervisor.actions import Action, SendOrder
 from rsup.supervisor.adoption import is_all_heard, settle_adopted
-from rsup.supervisor.attempt_end import ranks_gone, reform, settle_stopping, succeed
+from rsup.supervisor.attempt_end import end_unattended, ranks_gone, reform, settle_stopping, succeed
 from rsup.supervisor.attempt_start import all_started, attempt_started, device_used, start_failed, store_bound
 from rsup.supervisor.case_machine import case_reported, late_case
 from rsup.supervisor.devices_known import devices_known
@@ -37,6 +37,7 @@ from rsup.supervisor.events import (
     Now,
     OperatorAsked,
     Recovered,
+    StartedAgain,
     StoreTrouble,
     Tick,
 )
@@ -209,6 +210,11 @@ def _recovered(turn: Turn, event: Recovered) -> None:
             turn.act(SendOrder(agent_id))
 
 
+def _started_again(turn: Turn, event: StartedAgain) -> None:
+    if turn.state.phase is not Phase.ENDED:
+        end_unattended(turn, event.reason)
+
+
 def _store_trouble(turn: Turn, event: StoreTrouble) -> None:
     turn.log("StoreTrouble", event.text, "warning")
 
@@ -226,6 +232,7 @@ EVENTS: dict[type, Callable[..., None]] = {
     AgentHeard: heard,
     AgentSilent: _agent_silent,
     AgentLeft: _agent_left,
+    StartedAgain: _started_again,
     Tick: _tick,
     Recovered: _recovered,
     StoreTrouble: _store_trouble,

@@ -77,6 +77,20 @@ class Routing:
         return new_job(JobKey(key.cluster, key.owner, key.job_id, key.run + 1), spec, now, old)
 
 
+def starts_before(spec: JobSpec, live: Iterable[JobState]) -> list[JobState]:
+    """Live jobs of earlier starts of the scheduler's job that an agent of `spec` is part of: nothing of them is left."""
+    if not spec.scheduler_job or not spec.scheduler_start:
+        return []
+    return [
+        state
+        for state in live
+        if state.phase is not Phase.ENDED
+        and (state.key.cluster, state.key.owner) == (spec.cluster, spec.owner)
+        and state.spec.scheduler_job == spec.scheduler_job
+        and state.spec.scheduler_start < spec.scheduler_start
+    ]
+
+
 def _readable(data: bytes) -> JobState | None:
     try:
         return decode(data)

@@ -40,11 +40,12 @@ from rsup.supervisor.events import (
     Now,
     OperatorAsked,
     Recovered,
+    StartedAgain,
     StoreTrouble,
 )
 from rsup.supervisor.hardware.book import Book
 from rsup.supervisor.hardware.book_turn import BookTurn
-from rsup.supervisor.job_routing import Routing
+from rsup.supervisor.job_routing import Routing, starts_before
 from rsup.supervisor.listening import Listening
 from rsup.supervisor.live_jobs import LiveJobs, rows_of
 from rsup.supervisor.loop_batch import Batch
@@ -501,6 +502,7 @@ class Loop:
         known = self._live.job_of.get(agent_id) or batch.job_of(agent_id)
         state: JobState | Refusal | None = batch.get(known) if known is not None else None
         if state is None:
+            self._end_starts_before(batch, hello)
             state = self._routing.job_for(hello, batch.live(), batch.now)
         if isinstance(state, Refusal):
             batch.refusals.append((agent_id, state))
@@ -513,6 +515,15 @@ class Loop:
         state = batch.get(state.key)
         if is_new and state is not None and state.num_events and self.info.notice:
             batch.decide(state, StoreTrouble(self.info.notice))
+
+    def _end_starts_before(self, batch: Batch, hello: Hello) -> None:
+        if hello.agent.gone or hello.attempt:
+            return
+        for state in starts_before(hello.spec, batch.live()):
+            again = (
+                f"the scheduler has started the job again ({hello.spec.scheduler_job}, restart {hello.spec.scheduler_start})"
+            )
+            batch.decide(state, StartedAgain(f"{again}: nothing is left of this run"))
 
     def _report(self, batch: Batch, hardware: BookTurn, report: Report) -> None:
         agent_id = report.agent_id

@@ -221,6 +221,10 @@ class JobSpec(Struct, frozen=True):
     """Without `job_id`: the id of the job unless a live one has it, then one is generated (SLURM's job number)."""
     phases: list[PhaseSpec] = []
     """Stretches of the training, each with a configuration of its own; empty: it has one."""
+    scheduler_job: str = ""
+    """The scheduler's job that this launch is part of; empty outside of one."""
+    scheduler_start: int = 0
+    """How often the scheduler has started that job again: it does once nothing of the start before is left."""
 
 
 class AgentInfo(Struct, frozen=True):

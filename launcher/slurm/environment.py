@@ -44,9 +44,14 @@ class SlurmPlace:
         return bool(self.step)
 
     @property
+    def whole_job(self) -> str:
+        """The job on its cluster, over all its steps and starts."""
+        return f"{SLURM_GROUP}{self.cluster or 'cluster'}-{self.job}"
+
+    @property
     def group(self) -> str:
         """What the agents of one launch have in common, and no other launch has at that time."""
-        return f"{SLURM_GROUP}{self.cluster or 'cluster'}-{self.job}.{self.step}.{self.num_restarts}"
+        return f"{self.whole_job}.{self.step}.{self.num_restarts}"
 
 
 def read_place(environ: Mapping[str, str]) -> SlurmPlace | None:

@@ -16,6 +16,7 @@ from rsup.supervisor.events import (
     FactArrived,
     OperatorAsked,
     Recovered,
+    StartedAgain,
     Tick,
 )
 from rsup.supervisor.job_machine import EVENTS, FACTS
@@ -136,6 +137,7 @@ OTHER_EVENTS: list[Event] = [
     AgentSilent("a", 20.0),
     AgentLeft("a"),
     AgentLeft("nobody"),
+    StartedAgain("SLURM"),
     Tick(),
     Recovered("x"),
     OperatorAsked("stop", "alice", "", "r1"),
@@ -171,6 +173,9 @@ ENDINGS = [
     (Phase.STARTING, AgentSilent("a", 20.0), Phase.STARTING, None),  # goes on with the spare
     (Phase.STARTING, AgentLeft("a"), Phase.STARTING, None),
     (Phase.RUNNING, AgentLeft("a"), Phase.STOPPING, None),
+    (Phase.FORMING, StartedAgain("SLURM"), Phase.ENDED, 143),
+    (Phase.RUNNING, StartedAgain("SLURM"), Phase.ENDED, 143),
+    (Phase.STOPPING, StartedAgain("SLURM"), Phase.ENDED, 143),
     (Phase.COLLECTING, AgentLeft("a"), Phase.STOPPING, None),
     (Phase.RUNNING, AgentLeft("c"), Phase.RUNNING, None),
 ]

@@ -9,7 +9,7 @@ import pytest
 from rsup.supervisor import loop, wire
 from rsup.supervisor.loop import AgentKnownDead, AgentMessage, Loop, OperatorReply, OperatorRequest
 from rsup.supervisor.memory_store import MemoryStore
-from rsup.supervisor.records import BeatsSaved, EventLogged, JobKey, JobSaved, MetricsSaved, Record
+from rsup.supervisor.records import AttemptSaved, BeatsSaved, EventLogged, EvidenceSaved, JobKey, JobSaved, MetricsSaved, Record
 from rsup.supervisor.states import JobState, Phase, Role, decode
 from rsup.supervisor.store import StoreError, StoreFull, StoreRefuses
 from tests.core.job_driver import START_US, hello, info, spec
@@ -96,6 +96,9 @@ class Bench:
 
 def _raise(error: Exception, one: object) -> None:
     raise error
+
+
+SLURM_JOB = {"job_id": "", "preferred_id": "4711", "scheduler_job": "slurm-c-4711", "resume": True}
 
 
 def note(text: str) -> wire.Note:
@@ -674,3 +677,25 @@ def test_an_agent_that_missed_the_end_and_the_next_run_gets_its_own_result() -> 
     bench.join("b")
     (refusal,) = bench.join("a", epoch=1, job_id="t1", run=1)
     assert isinstance(refusal, wire.Refusal) and refusal.exit_code == 0 and "every rank exited 0" in refusal.message
+
+
+def test_a_job_whose_script_the_scheduler_has_started_again_goes_on_under_its_name() -> None:
+    """The machine of its first node was lost, its own supervisor with it: the store still has it running."""
+    bench = Bench()
+    bench.join("a", spec(**SLURM_JOB))
+    bench.report("a", wire.StoreBound(0, 1, "h", 1), wire.AttemptStarted(0, 1, [11, 12]), first=1, acked=1)
+    bench.restart()
+    welcome, *_ = bench.join("b", spec(**SLURM_JOB, scheduler_start=1))
+    assert isinstance(welcome, wire.Welcome) and (welcome.job_id, welcome.run) == ("4711", 1)
+    (ended,) = [event for event in bench.store.events if event.kind == "JobEnded"]
+    assert "the scheduler has started the job again (slurm-c-4711, restart 1): nothing is left of this run" in ended.text
+    assert [row.outcome for row in bench.store.rows[AttemptSaved].values()] == ["stopped", "running"]
+    assert not bench.store.rows.get(EvidenceSaved), "nobody is accused"
+    assert bench.state.attempt == 2 and bench.state.agents["a"].role is Role.GONE
+
+    beside, *_ = bench.join("c", spec(**SLURM_JOB, scheduler_start=1))
+    assert isinstance(beside, wire.Welcome) and beside.job_id == "generated", "another step of the same start"
+    assert bench.kinds().count("JobEnded") == 1
+
+    _, order = bench.join("a", spec(**SLURM_JOB), attempt=1, epoch=1, job_id="4711", run=1)
+    assert isinstance(order, wire.Order) and isinstance(order.commands[-1], wire.EndJob), "cut off, and alive after all"
