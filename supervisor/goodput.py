@@ -9,7 +9,8 @@ An attempt *steps* from its first iteration on every rank until it stops, or unt
 again: into in-process restarts (from the fault until every rank has done an iteration again; of a hang what passed until it was
 judged is `hang`), reruns (while a case was open), standing still for saves, and the iterations themselves. Of these some were
 done again, after an in-process restart or in a later attempt: they are `lost`, at the attempt's own pace. The rest is
-`productive`. An in-process restart that was given up is no part of its own: the restart that followed took the time.
+`productive`, evaluations among it: no record tells when these were. An in-process restart that was given up is no part of its
+own: the restart that followed took the time.
 
 Of a script that never reports iterations nobody knows what it kept: its ranks' time is `uncounted` and its goodput null, not
 zero. What the last attempt has done counts as kept: whether it will be is not known yet.
@@ -113,7 +114,7 @@ def time_parts(
     created_us: int, ended_us: int | None, attempts: Sequence[AttemptTimes], now_us: int
 ) -> tuple[dict[str, int], float | None]:
     """Microseconds of the job's life by `PARTS`, which add up to it, and how long an iteration took on average, in
-    seconds (None: unknown)."""
+    seconds (None: unknown), with evaluations and whatever else lay between iterations and is no part."""
     end_us = max(created_us, now_us if ended_us is None else ended_us)
     cut = _Cut(created_us, end_us)
     counts = any(attempt.steps for attempt in attempts)
@@ -128,10 +129,19 @@ def time_parts(
     return cut.parts, iteration_s
 
 
-def goodput(created_us: int, ended_us: int | None, attempts: Sequence[AttemptTimes], now_us: int) -> dict[str, Any]:
+def goodput(
+    created_us: int,
+    ended_us: int | None,
+    attempts: Sequence[AttemptTimes],
+    now_us: int,
+    told_iteration_s: float | None = None,
+) -> dict[str, Any]:
     """What JSON shows: `wall_s`, `ratio` of productive to wall time, `productive_s`, `lost_s`, `stepping_s` (from first steps
-    to stops), `down_s` (the rest), `iteration_s`, and `parts` in seconds. Null where the records do not say."""
-    parts_us, iteration_s = time_parts(created_us, ended_us, attempts, now_us)
+    to stops), `down_s` (the rest), `iteration_s`, and `parts` in seconds. Null where the records do not say.
+
+    `told_iteration_s`: how long an iteration took as the training measured it, which alone knows its evaluations.
+    """
+    parts_us, counted_s = time_parts(created_us, ended_us, attempts, now_us)
     wall_us = sum(parts_us.values())
     parts: dict[str, float | None] = {name: us / 1e6 for name, us in parts_us.items()}
     if all(attempt.stall_us is None for attempt in attempts):
@@ -147,7 +157,7 @@ def goodput(created_us: int, ended_us: int | None, attempts: Sequence[AttemptTim
         "lost_s": parts["lost"],
         "stepping_s": stepping_us / 1e6 if counts else None,
         "down_s": max(0, wall_us - stepping_us) / 1e6 if counts else None,
-        "iteration_s": iteration_s,
+        "iteration_s": told_iteration_s or counted_s,
         "parts": parts,
     }
 

@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, select
+from sqlalchemy import Connection, RowMapping, func, select
 
 from rsup.supervisor.goodput import AttemptTimes, Trouble, goodput
+from rsup.supervisor.metric_views import STEP_TIME
 from rsup.supervisor.states import JobState
-from rsup.supervisor.tables import attempts, cases, incidents
+from rsup.supervisor.tables import attempts, cases, incidents, metric_points
 
 ByAttempt = Mapping[tuple[int, int], Sequence[Any]]
 
@@ -23,16 +24,19 @@ def goodputs(
     """Goodput of each of these rows of `jobs` (their `id`, `created_us` and `ended_us`), by id; see `goodput.goodput`.
 
     `states`: the machines' states, None where one cannot be read. `reached`: iterations that beats show for live jobs, which
-    no row holds yet. Three queries, however many jobs.
+    no row holds yet. Four queries, however many jobs.
     """
     ids = [row["id"] for row in rows]
     troubles, replays = _troubles(connection, ids), _replays(connection, ids)
+    told_s = _told_iterations_s(connection, ids)
     tries: dict[int, list[AttemptTimes]] = defaultdict(list)
     query = select(attempts).where(attempts.c.job.in_(ids)).order_by(attempts.c.job, attempts.c.attempt)
     for row in connection.execute(query).mappings():
         job = row["job"]
         tries[job].append(_times(row, states.get(job), (reached or {}).get(job, 0), troubles, replays))
-    return {row["id"]: goodput(row["created_us"], row["ended_us"], tries[row["id"]], now_us) for row in rows}
+    return {
+        row["id"]: goodput(row["created_us"], row["ended_us"], tries[row["id"]], now_us, told_s.get(row["id"])) for row in rows
+    }
 
 
 def _times(row: RowMapping, state: JobState | None, reached: int, troubles: ByAttempt, replays: ByAttempt) -> AttemptTimes:
@@ -78,3 +82,12 @@ def _replays(connection: Connection, ids: Sequence[int]) -> dict[tuple[int, int]
     for job, attempt, opened_us, closed_us in connection.execute(query):
         found[job, attempt].append((opened_us, closed_us))
     return found
+
+
+def _told_iterations_s(connection: Connection, ids: Sequence[int]) -> dict[int, float]:
+    """How long an iteration took on average, as trainings told it: the mean of what the curve of it shows."""
+    of = metric_points.c
+    num = of.count - of.num_non_finite
+    mean_s = func.sum(of.value * num) / func.nullif(func.sum(num), 0)
+    query = select(of.job, mean_s).where(of.job.in_(ids), of.kind == "training", of.name == STEP_TIME).group_by(of.job)
+    return {job: float(took_s) for job, took_s in connection.execute(query) if took_s is not None and took_s > 0}

@@ -36,7 +36,7 @@ def summary(status: Json) -> str:
         ("attempts", str(counts["attempts"])),
         ("in-process restarts", str(counts["in_process_restarts"])),
         ("incidents", str(counts["incidents"])),
-        ("time of an iteration", _pace(goodput["iteration_s"])),
+        ("mean time of an iteration", _pace(goodput["iteration_s"])),
         ("work done again", duration(goodput["lost_s"]) if goodput["lost_s"] is not None else "unknown"),
         *((name, number(latest[name]["value"])) for name in losses_of(latest)[:1]),
     ]

@@ -9,6 +9,7 @@ from rsup.supervisor.case_text import verdict_of
 from rsup.supervisor.render import duration, moment
 from rsup.supervisor.report_axis import Axis, time_axis
 from rsup.supervisor.report_markup import details, section, table, text
+from rsup.supervisor.training_text import PART_NAMES
 
 Json = Mapping[str, Any]
 
@@ -45,7 +46,7 @@ def timeline_section(status: Json, events: Sequence[Json] = ()) -> str:
     axis = time_axis(span_s)
     drawn = "".join(_lane(lane, axis) for lane in lanes)
     ends = f"{moment(job['created'])} to {moment(job['ended']) if job['ended'] else 'now'}, {duration(span_s)}"
-    body = f'<div class="scroll pad"><div class="timeline">{drawn}{_axis(axis)}</div></div>{_LEGEND}'
+    body = f'<div class="scroll pad"><div class="timeline">{drawn}{_axis(axis)}</div></div>{_legend(lanes)}'
     body += "".join(f'<p class="note">{text(line)}</p>' for line in [_left_out(status)] if line)
     listed = [(piece, lane.name) for lane in lanes for piece in lane.pieces]
     listed.sort(key=lambda one: one[0].from_s)
@@ -65,11 +66,12 @@ def _left_out(status: Json) -> str:
     return f"shown are {', '.join(parts)}" if parts else ""
 
 
-_LEGEND = (
-    '<ul class="legend"><li><i class="key start"></i>starting</li><li><i class="key step"></i>stepping</li>'
-    '<li><i class="key lost"></i>from a fault to the end, or to the next step</li><li><i class="key case"></i>rerun case</li>'
-    '<li><i class="key slow"></i>a slow rank</li></ul>'
-)
+def _legend(lanes: Sequence[Lane]) -> str:
+    """Of the stretches that there are: parts of the time have the colours and names that they have in its table."""
+    used = {piece.style for lane in lanes for piece in lane.pieces if piece.to_s is not None}
+    names = {f"part-{part}": name for part, name in PART_NAMES.items()} | {"slow": "a slow rank"}
+    keys = "".join(f'<li><i class="key {style}"></i>{text(name)}</li>' for style, name in names.items() if style in used)
+    return f'<ul class="legend">{keys}</ul>' if keys else ""
 
 
 def _row(piece: Piece, lane: str) -> list[str]:
@@ -83,7 +85,7 @@ def lanes_of(status: Json, events: Sequence[Json] = ()) -> list[Lane]:
     failed = [one for one in events if one["kind"] == "SaveFailed"]
     saves = [_durable(one, clock) for one in status["checkpoints"]]
     saves += [Piece(clock(one["at"]) or 0.0, None, "failed", f"save failed: {one['text']}", "failed") for one in failed]
-    entries = [_entry(one, clock) for one in status["incidents"] if one.get("in_process")]
+    entries = [piece for one in status["incidents"] if one.get("in_process") for piece in _entry(one, clock)]
     hangs = [one for one in status["incidents"] if one["kind"] == "suspected-hang"]
     troubles = [one for one in status["incidents"] if one["kind"] != "suspected-hang"]
     lanes = [
@@ -115,34 +117,69 @@ class _Clock:
 
 
 def _attempt(one: Json, clock: _Clock, status: Json) -> list[Piece]:
+    """The parts of an attempt's time, as `goodput` cuts it; saves, reruns and in-process restarts are not cut out of it."""
     began, ended = clock(one["started"]) or 0.0, clock.end_of(one["stopped"])
     stepped = clock(one["first_step"])
-    head = f"attempt {one['attempt']}"
-    starting = Piece(began, ended if stepped is None else stepped, "start", f"{head} starts", "")
+    head, label = f"attempt {one['attempt']}", str(one["attempt"])
+    is_last = not _later(one, status)
+    starting = "part-startup" if one["attempt"] == 1 else "part-restart"
+    if stepped is None and is_last and not one["stopped"] and not any(other["last_iteration"] for other in status["attempts"]):
+        starting = "part-uncounted"
+    fatal = next((trouble for trouble in status["incidents"] if _ends(trouble, one)), None) if one["stopped"] else None
+    failed = None if fatal is None else clock(fatal["at"])
+    until = ended if failed is None else min(ended, failed)
     if stepped is None:
-        return [
-            Piece(
-                began, ended, "start", f"{head} starts, and never steps: {one['outcome']} {one['reason']}", str(one["attempt"])
-            )
-        ]
-    reached = f", iterations {one['start_iteration'] + 1} to {one['last_iteration']}" if one["last_iteration"] else ""
-    why = f": {one['reason']}" if one["reason"] else ""
-    pieces = [starting, Piece(stepped, ended, "step", f"{head}{reached}, {one['outcome']}{why}", str(one["attempt"]))]
-    for trouble in status["incidents"]:
-        ends_it = trouble["attempt"] == one["attempt"] and not trouble.get("in_process") and trouble["kind"] != "suspected-hang"
-        at = clock(trouble["at"])
-        if ends_it and one["stopped"] and at is not None and at < ended:
-            pieces.append(
-                Piece(at, ended, "lost", f"from incident {trouble['incident']} to the end of attempt {one['attempt']}")
-            )
-            break
+        never = f"{head} starts, and never steps: {one['outcome']} {one['reason']}"
+        pieces = [Piece(began, until, starting, never, label)]
+    else:
+        reached = f", iterations {one['start_iteration'] + 1} to {one['last_iteration']}" if one["last_iteration"] else ""
+        why = f": {one['reason']}" if one["reason"] else ""
+        said = f"{head}{reached}, {one['outcome']}{why}"
+        pieces = [Piece(began, min(stepped, until), starting, f"{head} starts"), *_steps(one, stepped, until, said, status)]
+    if fatal is not None and failed is not None and until < ended:
+        judged = min(ended, max(until, clock(fatal["detected"]) or until)) if fatal["kind"] == "hang" else until
+        if judged > until:
+            pieces.append(Piece(until, judged, "part-hang", f"incident {fatal['incident']} until it was judged"))
+        after = "part-ending" if is_last and status["job"]["ended"] else "part-restart"
+        what = f"from incident {fatal['incident']} to the end of attempt {one['attempt']}"
+        pieces.append(Piece(judged, ended, after, what))
     return pieces
 
 
-def _entry(one: Json, clock: _Clock) -> Piece:
+def _ends(trouble: Json, attempt: Json) -> bool:
+    """Whether the attempt ended of it."""
+    is_other = trouble.get("in_process") or trouble["kind"] == "suspected-hang"
+    return trouble["attempt"] == attempt["attempt"] and not is_other
+
+
+def _steps(one: Json, stepped: float, until: float, said: str, status: Json) -> list[Piece]:
+    """What an attempt did from its first step on: first what was kept, then what a later one did again."""
+    label, start, last = str(one["attempt"]), one["start_iteration"], one["last_iteration"]
+    if not last:
+        return [Piece(stepped, until, "part-uncounted", said, label)]
+    kept_to = max(start, min([last, *(other["start_iteration"] for other in _later(one, status))]))
+    cured = [other for other in status["incidents"] if other.get("in_process") and other["attempt"] == one["attempt"]]
+    computed = last - start + sum(other["lost_iterations"] or 0 for other in cured)
+    share = (last - kept_to) / computed if computed > 0 and last > kept_to else 0.0
+    turn = until - max(0.0, until - stepped) * share
+    pieces = [Piece(stepped, turn, "part-productive", said, label)] if share < 1 else []
+    if share:
+        redone = f"iterations {kept_to + 1} to {last} of {said}; they were done again"
+        pieces.append(Piece(turn, until, "part-lost", redone, "" if pieces else label))
+    return pieces
+
+
+def _later(one: Json, status: Json) -> list[Json]:
+    return [other for other in status["attempts"] if other["attempt"] > one["attempt"]]
+
+
+def _entry(one: Json, clock: _Clock) -> list[Piece]:
     lost = f", {one['lost_iterations']} iterations done again" if one["lost_iterations"] else ""
     what = f"in-process restart{lost}: {one['text']}"
-    return Piece(clock(one["at"]) or 0.0, clock.end_of(one["recovered"]), "lost", what)
+    began, ended = clock(one["at"]) or 0.0, clock.end_of(one["recovered"])
+    judged = min(ended, max(began, clock(one["detected"]) or began)) if "limit" in one["found_by"] else began
+    hang = [Piece(began, judged, "part-hang", f"until it was judged: {one['text']}")] if judged > began else []
+    return [*hang, Piece(judged, ended, "part-in_process_restart", what)]
 
 
 def _incident(one: Json, clock: _Clock) -> Piece:
@@ -153,7 +190,7 @@ def _incident(one: Json, clock: _Clock) -> Piece:
 
 def _case(one: Json, clock: _Clock) -> Piece:
     what = f"rerun case at iteration {one['iteration']}: {verdict_of(one)}"
-    return Piece(clock(one["opened"]) or 0.0, clock.end_of(one["closed"]), "case", what, verdict_of(one))
+    return Piece(clock(one["opened"]) or 0.0, clock.end_of(one["closed"]), "part-rerun", what, verdict_of(one))
 
 
 def _durable(one: Json, clock: _Clock) -> Piece:

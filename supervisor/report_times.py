@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rsup.supervisor.goodput import PARTS
-from rsup.supervisor.render import duration, moment, percent
+from rsup.supervisor.render import duration, moment, percent, plural
 from rsup.supervisor.report_markup import section, table, text, unknown
 from rsup.supervisor.training_text import PART_NAMES
 
@@ -12,13 +12,13 @@ Json = Mapping[str, Any]
 
 BAR_WIDTH = 2000
 _ACCOUNT = (
-    ("train_iterations_time_total_productive", "productive", "iterations that a durable checkpoint holds"),
-    ("lost_time", "lost", "iterations that no checkpoint holds yet"),
-    ("validation_iterations_time_total", "rerun", "evaluations"),
-    ("save_checkpoint_sync_time_total", "checkpoint", "standing still for saves"),
-    ("load_checkpoint_time", "restart", "loading a checkpoint"),
+    ("train_iterations_time_total_productive", "productive", f"{PART_NAMES['productive']}, in a durable checkpoint"),
+    ("lost_time", "unsaved", "training that no checkpoint holds yet"),
+    ("validation_iterations_time_total", "evaluation", "evaluations"),
+    ("save_checkpoint_sync_time_total", "checkpoint", PART_NAMES["checkpoint"]),
+    ("load_checkpoint_time", "load", "loading a checkpoint"),
 )
-"""End-to-end metrics that do not overlap: name, class of the style sheet, meaning."""
+"""End-to-end metrics that do not overlap: name, class of the style sheet (a part's only for what that part is), meaning."""
 _WALL = "app_wall_time"
 
 
@@ -37,30 +37,33 @@ def time_section(status: Json) -> str:
 
 def _account(status: Json) -> str:
     metrics = (status.get("metrics") or {}).get("end_to_end", {})
-    values = {name: one["value"] for name, one in metrics.items() if one["value"] is not None}
-    newest = max((one for one in metrics.values()), key=lambda one: one["at"], default=None)
-    told = (
-        f", last at {moment(newest['at'])} after iteration {newest['iteration']}: what came later is not in it"
-        if newest
-        else ""
-    )
-    head = f"<h3>End-to-end metrics <small>of the newest process or entry, as its rank 0 told{text(told)}</small></h3>"
-    wall_s = values.get(_WALL)
-    if not wall_s:
-        return head + unknown("no script reported end-to-end metrics (docs/end_to_end.md)")
+    life = metrics.get(_WALL)
+    if life is None or not life["value"]:
+        return "<h3>End-to-end metrics</h3>" + unknown("no script reported end-to-end metrics (docs/end_to_end.md)")
+    # told with that: a process before this one can have known of what this one does not, and its numbers are still there
+    values = {name: one["value"] for name, one in metrics.items() if one["at"] == life["at"] and one["value"] is not None}
+    wall_s = values[_WALL]
+    whose = "of the newest process or entry"
+    if any(one["started"] > life["at"] for one in status["attempts"]):
+        whose += " that told any"
+    last = f"last at {moment(life['at'])} after iteration {life['iteration']}: what came later is not in it"
+    head = f"<h3>End-to-end metrics <small>{text(f'{whose}, as its rank 0 told, {last}')}</small></h3>"
     pieces = [(words, style, max(0.0, values[name])) for name, style, words in _ACCOUNT if values.get(name)]
-    rest_s = wall_s - sum(took_s for _, _, took_s in pieces)
-    if rest_s > 0:
-        pieces.append(("the rest: start-up, earlier entries, waiting", "waiting", rest_s))
-    counts = []
-    for name, what in (
-        ("train_iterations_end", "iterations done"),
-        ("train_iterations_productive_end", "held by a durable checkpoint"),
-    ):
-        if name in values:
-            counts.append(f"{values[name]:,.0f} {what}")
-    said = f'<p class="note">{text(", ".join(counts))}</p>' if counts else ""
-    return head + _bar_and_table(pieces, max(wall_s, sum(took_s for _, _, took_s in pieces)), "the process's life") + said
+    known_s = sum(took_s for _, _, took_s in pieces)
+    if wall_s > known_s:
+        pieces.append(("the rest: start-up, earlier entries, waiting", "rest", wall_s - known_s))
+    said = f'<p class="note">{text(_iterations(values))}</p>' if "train_iterations" in values else ""
+    return head + _bar_and_table(pieces, max(wall_s, known_s), "the process's life") + said
+
+
+def _iterations(values: Mapping[str, float]) -> str:
+    """What the process has done of the run's iterations, and how much of that is saved."""
+    said = f"{plural(round(values['train_iterations']), 'iteration')} done"
+    start, held = values.get("train_iterations_start"), values.get("train_iterations_productive_end")
+    if start is None:
+        return said
+    said += f" from iteration {start:,.0f} on" if start else ""
+    return said if held is None else f"{said}, {max(0.0, held - start):,.0f} of them held by a durable checkpoint"
 
 
 def _bar_and_table(pieces: Sequence[tuple[str, str, float]], whole_s: float, whole: str) -> str:

@@ -140,6 +140,14 @@ def test_a_running_attempt_counts_until_now() -> None:
     assert found["stepping_s"] == 10 and found["ratio"] == 0.5 and found["iteration_s"] == 2.0
 
 
+def test_an_iteration_takes_what_the_training_measured_and_only_else_what_the_records_say() -> None:
+    """The records do not know of evaluations: an iteration here took 0.4 s, the rest of the second evaluations did."""
+    attempts = [attempt(1, 0, 0, 100, 0, 100)]
+    told, counted = goodput(0, 100 * S, attempts, 0, 0.4), goodput(0, 100 * S, attempts, 0)
+    assert (told["iteration_s"], counted["iteration_s"]) == (0.4, 1.0)
+    assert told["parts"] == counted["parts"] and told["ratio"] == 1, "evaluations are no part of their own"
+
+
 def test_every_part_has_a_name_for_people() -> None:
     assert tuple(PART_NAMES) == PARTS
 

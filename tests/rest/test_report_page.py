@@ -31,7 +31,7 @@ from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.states import JobState, Phase, encode
 from rsup.supervisor.wire import JobSpec, MetricBin
 from tests.rest.played import TOKENS, Served
-from tests.rest.story import EVIL, at, saved
+from tests.rest.story import EVIL, T1, at, saved
 from tests.rest.test_page import CHROMIUM, FLAGS
 
 HOSTILE = JobKey("local", "bob", f"{EVIL}<img src=http://hostile.invalid/x onerror=alert(1)>", 1)
@@ -141,6 +141,101 @@ def test_text_to_stdout_and_the_page_beside(story: SqlStore, here: Path, capsys:
     (line,) = err.splitlines()[1:]
     assert out and line.startswith("rsup report: the page cannot be written to /nowhere/x.html: No such file or directory; ")
     assert told(capsys, "report", "t1.1", "--output", "sub.html") and (here / "sub.html").is_file()
+
+
+def page_of(capsys: pytest.CaptureFixture[str], job: str) -> str:
+    """The page of that job, from the store."""
+    return told(capsys, "report", job, "--output", "-")[0]
+
+
+def test_end_to_end_metrics_are_those_of_one_process(store: SqlStore, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Attempt 1 saved at 20 and died at 38; attempt 2 did 20 to 30 in 5.4 s and saved nothing. Then attempt 3 tells nothing."""
+
+    def ends(attempt: int, iteration: int, second: float, **values: float) -> MetricsSaved:
+        series = {name: [MetricBin.of(iteration, at(second), 0, value)] for name, value in values.items()}
+        return MetricsSaved(BIG, attempt, 0, "end_to_end", series)
+
+    first = ends(
+        *(1, 30, 10), app_wall_time=9.6, train_iterations=30, train_iterations_start=0, train_iterations_end=30, lost_time=1.5,
+        train_iterations_time_total_productive=6.4, save_checkpoint_sync_time_total=0.051, train_iterations_productive_end=20,
+    )  # fmt: skip
+    second = ends(
+        *(2, 30, 20), app_wall_time=5.4, train_iterations=10, train_iterations_start=20, train_iterations_end=30, lost_time=0.8,
+    )  # fmt: skip
+    tries = [
+        AttemptSaved(BIG, n, n, at(10 * n - 10), at(10 * n), at(10 * n - 8), 2, ["n"], "failed", "", start, last)
+        for n, start, last in ((1, 0, 38), (2, 20, 30))
+    ]
+    store.commit([saved(BIG, "ended", attempt=2, iteration=30), *tries, first])
+    assert "30 iterations done, 20 of them held by a durable checkpoint" in page_of(capsys, "big")
+    store.commit([second])
+    account = page_of(capsys, "big").partition("End-to-end metrics")[2].partition("</section>")[0]
+    assert "10 iterations done from iteration 20 on" in account and "durable" not in account and "saves" not in account
+    took = re.findall(r'<td class="n">([\d.]+ s)</td>', account)
+    assert took == ["0.8 s", "4.6 s", "5.4 s"] and ">of the newest process or entry, as its rank 0 told" in account
+    store.commit([AttemptSaved(BIG, 3, 3, at(30), None, None, 2, ["n"], start_iteration=20)])
+    assert ">of the newest process or entry that told any, as its rank 0 told" in page_of(capsys, "big")
+
+
+def test_an_iteration_of_the_summary_has_no_evaluations_in_it(
+    store: SqlStore, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It steps for 80 s and does 80 iterations, which took half a second each; 10 of them are at risk."""
+    records = [
+        saved(BIG, "ended", iteration=80, exit_code=1),
+        AttemptSaved(BIG, 1, 1, at(-20), at(60), at(-20), 2, ["n"], "failed", "", 0, 80),
+        CheckpointSaved(BIG, 1, 70, "/c/70", at(50)),
+    ]
+    store.commit(records)
+    assert "<dt>mean time of an iteration</dt><dd>750 ms<" in page_of(capsys, "big"), "nobody told it"
+    curve = {40: 0.4, 60: 0.5, 80: 0.6}
+    series = {"iteration-time": bins(curve), "lm loss": bins({80: 3.0})}
+    store.commit([MetricsSaved(BIG, 1, 0, kind, series) for kind in ("training", "timers")])
+    content = page_of(capsys, "big")
+    assert "<dt>mean time of an iteration</dt><dd>500 ms<" in content
+    assert "10 iterations since iteration 70 (about 5.0 s of work)" in content
+
+
+def colours(page: str) -> dict[str, set[str]]:
+    """The names that the page's keys give to each colour of stretches of time, without what is behind a comma."""
+    found: dict[str, set[str]] = {}
+    for style, name in re.findall(r'<i class="key (part-[\w-]+|slow)"></i>([^<,:]*)', page):
+        found.setdefault(style, set()).add(name)
+    return found
+
+
+def test_a_colour_means_the_same_wherever_time_is_shown(
+    story: SqlStore, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("app_wall_time", "train_iterations_time_total_productive", "lost_time", "validation_iterations_time_total")
+    names += ("save_checkpoint_sync_time_total", "load_checkpoint_time")
+    series = {name: bins({60: 60.0 if name == "app_wall_time" else 5.0}) for name in names}
+    story.commit([MetricsSaved(T1, 2, 0, "end_to_end", series)])
+    page = page_of(capsys, "t1")
+    keys = colours(page)
+    assert {style: len(meanings) for style, meanings in keys.items()} == dict.fromkeys(keys, 1), keys
+    assert {"part-restart", "part-rerun", "part-evaluation", "part-load", "part-unsaved", "part-lost"} <= keys.keys()
+    drawn = set(re.findall(r'<rect class="([\w-]+)"', page))
+    assert drawn == set(keys), "each stretch has a key, and each key a stretch"
+    for scheme in re.findall(r":root \{(.*?)\}", page, re.DOTALL):
+        variables = dict(re.findall(r"(--[\w-]+): (#\w+)", scheme))
+        rules = re.findall(r"\.(part-[\w-]+|slow) \{ fill: (?:var\((--[\w-]+)\)|(#\w+));", page)
+        filled = {style: variables.get(variable, plain) for style, variable, plain in rules}
+        assert set(keys) <= filled.keys() and len(set(filled.values())) == len(filled) and all(filled.values()), filled
+
+
+def test_the_time_line_shows_a_restart_as_long_as_it_took(
+    story: SqlStore, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the fault at 26 s to the stop at 27 s, and from 27.2 s to the first step at 28 s, of 60 s."""
+    lanes = page_of(capsys, "t1").partition('<svg viewBox="0 0 2000 20"')[2].partition("</svg>")[0]
+    assert 'aria-label="attempts"' in lanes
+    stretches = re.findall(r'<rect class="part-([\w-]+)" x="(\d+)" width="(\d+)"', lanes)
+    assert [(style, round(int(x) * 60 / 2000, 1)) for style, x, _ in stretches] == [
+        *(("startup", 1.0), ("productive", 2.0), ("lost", 21.2), ("restart", 26.0), ("restart", 27.2), ("productive", 28.0))
+    ]
+    took_s = sum(int(width) for style, _, width in stretches if style == "restart") * 60 / 2000
+    assert took_s == pytest.approx(1.8, abs=0.05)
 
 
 def test_a_supervisor_and_the_store_give_the_same_page(
