@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rsup.supervisor.wire import StragglerReport
 from rsup.worker.observe.straggler import StragglerDetector
 from rsup.worker.observe.timers import Timers
+from rsup.worker.observe.training_log import TrainingLog, TrainingLogOptions
 from rsup.worker.rerun.contract import RankDevice
 
 
@@ -116,6 +117,32 @@ def check_all_ranks_name_the_slow_one_and_switch_together(rank: int, size: int) 
         assert report is not None and report.num_ranks == size
         assert [(one.rank, one.device, one.slowdown) for one in report.stragglers] == [(2, "CPU-2", 2.0)]
         assert report.slowest[0].node == "n2"
+    detector.close()
+
+
+def check_a_pause_hides_no_slow_rank(rank: int, size: int) -> None:
+    clock = Clock()
+    detector = StragglerDetector(
+        rank=rank,
+        device=RankDevice(f"CPU-{rank}", f"n{rank}"),
+        torch_device=torch.device("cpu"),
+        group=None,
+        warn=fail,
+        enabled=True,
+        requested=dict,
+        section_totals=dict,
+        now_ns=clock,
+    )
+    log = TrainingLog(TrainingLogOptions(train_iters=9), say=lambda text: None, warn=fail, pausable=[detector])
+    for iteration in range(1, 4):
+        measured(detector, clock, rank)
+        if iteration == 2:
+            with log.paused():
+                clock.ns += 25_000_000_000
+        report = detector.report(iteration)
+        named = [] if report is None else [one.rank for one in report.stragglers]
+        assert named == ([2] if iteration > 1 else []), (iteration, report)
+    log.close()
     detector.close()
 
 

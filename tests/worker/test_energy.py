@@ -153,6 +153,26 @@ def test_where_nothing_can_be_measured_it_is_said_and_every_call_does_nothing(
     assert said == [text]
 
 
+def test_power_that_answers_once_and_then_fails_ends_no_training() -> None:
+    nvml, said = Nvml(), list[str]()
+    nvml.has_counter = False
+    answers = iter([300_000])
+
+    def answer(handle: str) -> int:
+        for power_mw in answers:
+            return power_mw
+        raise RuntimeError("GPU is lost")
+
+    nvml.nvmlDeviceGetPowerUsage = answer  # type: ignore[method-assign]
+    meter = EnergyMeter(UUID, said.append, nvml=nvml)
+    meter.resume()
+    for _ in range(MAX_FAILURES):
+        meter.lap_j()
+    assert not meter.works and "5 times in a row" in said[-1]
+    never = EnergyMeter(UUID, said.append, nvml=nvml)
+    assert not never.works and said[-1].endswith("NVML has no counter (Not Supported), no power (GPU is lost)")
+
+
 def test_without_a_counter_power_is_integrated() -> None:
     nvml, said = Nvml(), list[str]()
     nvml.has_counter = False
@@ -168,18 +188,19 @@ def test_without_a_counter_power_is_integrated() -> None:
     assert integral.read_j() == 700.0
     integral.close()
 
-    once, failed = iter([100.0]), threading.Event()
+    num_read, goes_on = 0, threading.Event()
 
     def read_w() -> float:
-        if (first := next(once, None)) is not None:
-            return first
-        if not failed.is_set():
-            failed.set()
+        nonlocal num_read
+        num_read += 1
+        if num_read == 2:
             raise Nvml.NVMLError("Unknown Error")
-        return 50.0
+        if num_read > 2:
+            goes_on.set()
+        return 100.0
 
     integral = PowerIntegral(read_w, every_s=0.001, clock=lambda: now_s[0])
-    assert failed.wait(30), "the thread that samples met it"
+    assert goes_on.wait(60), "the thread that samples has met the error"
     now_s[0] = 15.0
-    assert integral.read_j() == pytest.approx(150.0)
+    assert integral.read_j() == pytest.approx(200.0)
     integral.close()

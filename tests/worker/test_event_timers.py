@@ -131,6 +131,35 @@ def test_in_a_graph_the_last_replay_stands_for_all_of_them() -> None:
     assert timer.elapsed_s() == 0, "the new graph has no such marks"
 
 
+def test_replays_that_nobody_could_read_yet_count_in_the_next_interval() -> None:
+    device = Device(is_capturing=True)
+    timer = timer_on(device, num_kept=8)
+    timer.begin_pass()
+    with timer:
+        pass
+    device.is_capturing = False
+    ((begin, end),) = timer._in_graph
+    assert isinstance(begin, FakeMark) and isinstance(end, FakeMark)
+    for _ in range(10):
+        timer.replayed()
+    begin.at_ms, end.at_ms = 100, 90  # the last one writes over the one before it just now
+    assert timer.elapsed_s() == 0
+    timer.replayed()
+    end.at_ms = 104
+    assert timer.elapsed_s(reset=False) == timer.active_s() == pytest.approx(11 * 0.004)
+    assert timer.elapsed_s() == pytest.approx(11 * 0.004) and timer.elapsed_s() == 0
+    assert timer.active_s() == pytest.approx(11 * 0.004)
+
+    for _ in range(10):
+        timer.replayed()
+    begin.at_ms = 200
+    timer._add(0.009)  # one that was run
+    assert timer.take_calls() == (0.0, 0), "one call of eleven would look like a rank that is ten times as fast"
+    timer.replayed()
+    end.at_ms = 204
+    assert timer.take_calls() == (pytest.approx(0.004), 1), "eleven in one iteration would look like one as slow"
+
+
 def test_a_torch_without_events_for_graphs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class OldEvent:
         def __init__(self, enable_timing: bool) -> None:

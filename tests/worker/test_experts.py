@@ -127,6 +127,7 @@ def test_options_make_the_model_and_say_what_cannot_be() -> None:
             ["--dump-modules=*", "--save=x", "--save-wgrads-interval=3"],
             "--dump-modules needs --save-activations-interval or --sa",
         ),
+        (["--dump-modules=, ", "--save=x", "--save-activations-interval=3"], "--dump-modules: ', ' is no pattern"),
         (["--save-params-interval=-1", "--save=x"], "--save-params-interval: -1 is negative"),
     ):
         with pytest.raises(UsageError) as raised:

@@ -114,6 +114,10 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         refusal(capsys, *TINY, "--gpu-memory", "nan")
         == "argument --gpu-memory: nan is no size; see `rsup memory-estimate --help`"
     )
+    none_left = "--reserve 8 leaves nothing of a GPU with"
+    assert refusal(capsys, *TINY, "--gpu-memory", "80,0", "--reserve", "8") == f"{none_left} 0 GB"
+    assert refusal(capsys, *TINY, "--gpu-memory", "80,8", "--reserve", "8") == f"{none_left} 8 GB"
+    assert refusal(capsys, *TINY, "--gpu-memory", "0", "--reserve", "0").startswith("--reserve 0 leaves nothing")
     assert refusal(capsys, *TINY, "--optimizer", "magic").startswith("argument --optimizer: invalid choice: 'magic'")
 
 

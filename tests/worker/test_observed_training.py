@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rsup.worker.observe.dump_plan import LABELS, NO_DUMPS
-from rsup.worker.observe.timer_contract import NO_TIMERS
 from rsup.worker.reference import trainer
 from rsup.worker.reference.build import make_schedule
 from rsup.worker.reference.command_line import parse_options
 from rsup.worker.reference.dumping import make_dumps
 from rsup.worker.reference.evaluate import evaluate
 from rsup.worker.reference.loss_scale import doubt_of_loss_scale
+from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.run_log import RunLog
 from rsup.worker.reference.state import Progress
 from tests.worker.conftest import TINY
@@ -188,10 +188,11 @@ def test_an_interval_of_zero_is_one_warning_whatever_it_is_of(tmp_path: Path) ->
     assert make_dumps(options, rank, torch.nn.Linear(1, 1), said.append) is NO_DUMPS
     assert [text.split()[0] for text in said] == list(LABELS) and all("interval is 0" in text for text in said)
     del said[:]
-    nobody = SimpleNamespace(timers=NO_TIMERS)
     end_to_end: Any = SimpleNamespace(facts=dataclasses.make_dataclass("Facts", ["flops_before"])(0))
     writers: Any = [SimpleNamespace(name="kept")]
-    RunLog(options, rank, Progress(), end_to_end, say=print, warn=said.append, writers=writers, observed=nobody, energy=None)  # type: ignore[arg-type]
+    RunLog(
+        options, rank, Progress(), end_to_end, say=print, warn=said.append, writers=writers, observed=Observed(), energy=None
+    )
     assert sorted(re.sub(" is 0.*", "", text) for text in said) == [
         "--eval-interval",
         "--log-memory-interval",

@@ -154,7 +154,7 @@ class FakeAgent:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(folder / "rank.sock"))
         self._listener.listen()
-        self._listener.settimeout(30)
+        self._listener.settimeout(60)
         self.environment = {
             "RSUP_BOARD": str(self.board.path),
             "RSUP_RANK_SOCKET": str(folder / "rank.sock"),
@@ -168,7 +168,7 @@ class FakeAgent:
         if self._link is not None:
             self._link.close()
         self._link, _ = self._listener.accept()
-        self._link.settimeout(30)
+        self._link.settimeout(60)
 
     def send(self, message: wire.AgentToRank) -> None:
         assert self._link is not None
@@ -250,7 +250,8 @@ def limits_are_kept_beside_the_checkpoints(bench: Bench) -> None:
         run = bench.runs.start(1, "--save", str(bench.save), *options, *flags, environment=bench.agent.environment)
         bench.agent.accept()
         bench.agent.send(wire.LimitsNow(wire.Limits(sections={"step": 12.5, "setup": 60.0}, calculated=["step"])))
-        run.wait_for(lambda run=run: re.search(r"iteration +10/", run.text()) is not None, "training")
+        bench.agent.send(wire.SaveNow("behind the limits"))
+        run.wait_for(lambda run=run: "is durable" in run.text(), "a save that was asked for when the rank had the limits")
         run.signal(0, signal.SIGTERM)
         assert run.finish() == [0]
         assert (bench.save / "ft_state.json").exists() == written
@@ -262,7 +263,7 @@ def limits_are_kept_beside_the_checkpoints(bench: Bench) -> None:
 def the_signal_saves(bench: Bench) -> None:
     for flags, code in (((), -signal.SIGTERM), (("--exit-signal-handler",), 0)):
         run = bench.runs.start(1, "--iterations", "1000000", "--save", str(bench.save), *flags)
-        run.wait_for(lambda run=run: "iteration" in run.text(), "training")
+        run.wait_for(lambda run=run: re.search(r"iteration +1/", run.text()) is not None, "training")
         run.signal(0, signal.SIGTERM)
         assert run.finish() == [code]
     assert len(list(bench.save.glob("iter_*"))) == 1

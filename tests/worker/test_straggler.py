@@ -3,7 +3,7 @@
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import rsup.worker.observe.nvrx_straggler as nvrx
+import rsup.worker.observe.straggler as straggler
 from rsup.supervisor import heartbeat_board
 from rsup.supervisor.heartbeat_board import Board
-from rsup.supervisor.wire import DeviceSensors
+from rsup.supervisor.wire import DeviceSensors, StragglerReport
 from rsup.worker.observe.nvrx_straggler import KernelScores, load_kernel_scores
 from rsup.worker.observe.straggler import StragglerDetector
+from rsup.worker.observe.straggler_scores import Interval, RankTimes, make_report
 from rsup.worker.observe.straggler_sensors import SensorReader, SensorWatch
 from rsup.worker.observe.timers import Timers
 from rsup.worker.reference.observed import NO_STRAGGLER, Observed
@@ -119,6 +121,49 @@ def test_an_interval_has_the_median_of_calls_and_the_best_of_earlier_ones() -> N
     assert report is not None and report.slowest[0].sections == [], "nothing was measured"
 
 
+def test_what_is_paused_is_no_iterations_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations and saves: neither the interval's, nor its sections', nor what the thread waited for a processor."""
+    clock, board, waited_ns = Clock(), {"data": (1, 5_000_000)}, [0]
+    intervals, waits = list[Interval](), list[float]()
+
+    def keep(interval: Interval, ranks: Sequence[RankTimes], *others: Any) -> StragglerReport:
+        intervals.append(interval)
+        waits.append(ranks[0].host_wait_s)
+        return make_report(interval, ranks, *others)
+
+    monkeypatch.setattr(straggler, "make_report", keep)
+    monkeypatch.setattr(straggler, "_waited_for_processor_ns", lambda: waited_ns[0])
+    one = detector(clock, section_totals=lambda: dict(board))
+
+    def passes(ms: int) -> None:
+        clock.pass_ms(ms)
+        waited_ns[0] += ms * 100_000
+        entered, total_ns = board["data"]
+        board["data"] = (entered + 1, total_ns + ms * 500_000)
+
+    one.pause()
+    one.report(1)  # an interval that begins in a pause
+    passes(25_000)
+    one.resume()
+    passes(10)
+    one.pause()
+    one.pause()
+    passes(25_000)
+    board["of a save"] = (1, 20_000_000_000)
+    one.resume()
+    one.resume()
+    passes(10)
+    one.pause()
+    passes(25_000)
+    report = one.report(3)  # and one that ends in it
+    assert report is not None
+    assert intervals[0].step_s == pytest.approx(0.010) and waits == [pytest.approx(0.001)]
+    scores = {score.section: score.time_s for score in report.slowest[0].sections}
+    assert scores == {"data": pytest.approx(0.005)}
+    one.close()
+    one.resume()
+
+
 def test_it_is_switched_by_what_people_ask_and_costs_nothing_while_off() -> None:
     clock, asked = Clock(), dict[str, bool]()
     one = detector(clock, enabled=False, requested=lambda: asked, sections=("forward-compute",))
@@ -204,6 +249,19 @@ def test_sensors_are_read_in_the_background_and_summed_up() -> None:
     assert taken is not None and taken.sm_clock_mhz == 1300
 
 
+def test_sensors_are_not_read_in_a_pause() -> None:
+    nvml = Nvml()
+    watch = SensorWatch("GPU-1", pytest.fail, nvml, read_every_s=0.001)
+    watch.pause()
+    watch.start()
+    thread = watch._thread
+    assert thread is not None and not nvml.read_twice.wait(0.1) and watch.take() is None
+    watch.resume()
+    assert nvml.read_twice.wait(30) and watch.take() is not None
+    watch.stop()
+    thread.join(30)
+
+
 def test_sensors_that_are_missing_or_fail_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
@@ -259,6 +317,8 @@ class Detector:
     @classmethod
     def detection_section(cls, name: str, profile_cuda: bool) -> "Detector":
         assert profile_cuda
+        if cls.failing == "section":
+            raise RuntimeError("no section")
         return cls()
 
     def __enter__(self) -> None:
@@ -271,6 +331,8 @@ class Detector:
 
     @classmethod
     def generate_report(cls) -> Any:
+        if cls.failing == "scores":
+            return types.SimpleNamespace(gpu_relative_perf_scores=[1.0, 0.5])
         return types.SimpleNamespace(gpu_relative_perf_scores={0: 1.0, 1: 0.5}, gpu_individual_perf_scores={0: 0.9})
 
 
@@ -315,6 +377,15 @@ def test_nvrx_that_fails_is_one_warning_and_training_goes_on(
     assert not kernels.works and kernels.scores() == {}
     assert said == ["NVRx's kernel scores end here: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"]
     kernels.close()
+    for failing, call in (("section", KernelScores.start), ("scores", KernelScores.scores)):
+        monkeypatch.setattr(nvrx_detector, "failing", failing)
+        kernels = KernelScores(nvrx_detector, said.append)
+        for _ in range(2):
+            call(kernels)
+        kernels.stop()
+        assert not kernels.works
+    assert said.pop().startswith("NVRx's kernel scores end here: AttributeError: ")
+    assert said.pop() == "NVRx's kernel scores end here: RuntimeError: no section" and len(said) == 1
     assert load_kernel_scores(CPU, "n0", pytest.fail) is None
     if torch.cuda.is_available():
         return

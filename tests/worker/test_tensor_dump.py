@@ -4,7 +4,8 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from rsup.worker.observe.dump_hooks import Collected
 from rsup.worker.observe.dump_plan import LABELS, DumpPlan, MicroBatchChoice, ModelPosition
 from rsup.worker.observe.tensor_dump import TensorDumps
 from rsup.worker.observe.tokens_per_expert import ExpertPlace, lines_until, place_of
+from rsup.worker.reference.command_line import parse_options
+from rsup.worker.reference.dumping import make_dumps
 
 ALL: dict[str, int] = dict.fromkeys(("activations", "dgrads", "wgrads", "params"), 2)
 
@@ -176,6 +179,14 @@ def test_a_predicate_chooses_modules_and_all_micro_batches_can_be_kept(plain: Ru
 def hooks_of(model: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+def test_an_interval_of_0_is_said_by_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse_options([f"--save={tmp_path}", "--save-activations-interval=0", "--save-wgrads-interval=2"])
+    said: list[str] = []
+    made = [make_dumps(options, cast(Any, SimpleNamespace(rank=rank, world_size=2)), Net(), said.append) for rank in range(2)]
+    assert said == ["activations are not dumped: their interval is 0, and has to be 1 or more"]
+    assert capsys.readouterr().err == "" and all(one.due(2) and not one.due(3) for one in made)
 
 
 def test_hooks_leave_nothing_behind_and_an_exception_no_dump(tmp_path: Path) -> None:

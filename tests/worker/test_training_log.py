@@ -10,9 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+import rsup.worker
 from rsup.worker.observe import training_log
 from rsup.worker.observe.console_line import LineNumbers, log_line
 from rsup.worker.observe.contract import RESTART_WITHIN_S, Point
+from rsup.worker.observe.end_to_end import EndToEnd
+from rsup.worker.observe.end_to_end_facts import RunFacts
 from rsup.worker.observe.interval_counters import Interval, IntervalCounters
 from rsup.worker.observe.late_scalars import LateScalars
 from rsup.worker.observe.progress_log import ProgressLog, first_start
@@ -20,6 +23,8 @@ from rsup.worker.observe.step_reduction import StepReduction
 from rsup.worker.observe.timer_report import GatheredTimes
 from rsup.worker.observe.training_log import LogPoint, StepNumbers, TrainingLog, TrainingLogOptions
 from rsup.worker.reference import run_log, trainer
+from rsup.worker.reference.command_line import parse_options
+from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.run_log import RunLog
 from rsup.worker.reference.state import Progress
 
@@ -435,6 +440,27 @@ def test_what_was_opened_before_an_interruption_is_closed(monkeypatch: pytest.Mo
     assert writer.calls == ["close"]
 
 
+def test_the_trainers_straggler_detector_pauses_with_its_log() -> None:
+    calls = list[str]()
+    straggler = SimpleNamespace(pause=lambda: calls.append("pause"), resume=lambda: calls.append("resume"))
+    log = RunLog(
+        parse_options([]),
+        cast(Any, SimpleNamespace(rank=1, world_size=1, control=None, device=torch.device("cpu"))),
+        Progress(),
+        EndToEnd(RunFacts(1, 8, 8, 16, 100), app_started_s=0.0),
+        say=print,
+        warn=pytest.fail,
+        writers=[],
+        observed=Observed(straggler=cast(Any, straggler)),
+        energy=None,
+    )
+    with log.evaluating(), log.training.paused():
+        calls.append("evaluates")
+    with pytest.raises(KeyError), log.saving(is_durable=False):
+        raise KeyError
+    assert calls == ["pause", "evaluates", "resume", "pause", "resume"]
+
+
 def test_writers_end_together_and_sooner_where_the_training_is_entered_again() -> None:
     calls: list[tuple[str, str]] = []
     limits: list[float] = []
@@ -579,6 +605,14 @@ def test_counters_and_reduction_alone() -> None:
     rows.put([1.0, torch.tensor([2.0, 3.0]), torch.tensor(4, dtype=torch.int64)])
     rows.put([])
     assert (len(rows), rows.take(), rows.take()) == (2, [[1.0, 2.0, 3.0, 4.0], []], [])
+
+
+def test_the_progress_log_names_the_job_of_slurm_or_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rsup.worker, "job_key", lambda: "tiny.2")
+    for slurms, shown in (("", "tiny.2"), ("77", "77")):
+        monkeypatch.setenv("SLURM_JOB_ID", slurms)
+        ProgressLog(tmp_path, 2, pytest.fail).started()
+        assert f"\tJob ID: {shown}\t" in (tmp_path / "progress.txt").read_text().splitlines()[-1]
 
 
 def test_the_progress_log_counts_throughput_over_starts_with_as_many_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import math
 import os
 import re
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 
 import rsup.worker
+from rsup.supervisor.wire import UsageError
 from rsup.worker.observe import writers
 from rsup.worker.observe.closing import close_writers
 from rsup.worker.observe.contract import Point, Writer
+from rsup.worker.observe.error_text import shortened
 from rsup.worker.observe.straggler_sensors import SensorWatch
 from rsup.worker.observe.writers import WriterOptions, background, make_writers, wandb_journal
 from rsup.worker.observe.writers import opentelemetry as opentelemetry_writer
@@ -27,7 +30,7 @@ from rsup.worker.observe.writers import wandb as wandb_run
 from rsup.worker.observe.writers.background import BackgroundWriter, Row
 from rsup.worker.observe.writers.credentials import without_credentials
 from rsup.worker.observe.writers.supervisor import SupervisorWriter, kind_of
-from rsup.worker.reference.command_line import parse_options
+from rsup.worker.reference.command_line import make_parser, parse_options
 from rsup.worker.reference.run_parts import hyperparameters
 from tests.worker.written_files import scalars, wandb_records, wandb_rows
 
@@ -427,6 +430,24 @@ def test_what_a_killed_process_had_not_handed_on_is_sent_by_the_one_that_resumes
     assert len(sink.rows) == 1 and "no copy is kept" in warnings_said[-1] and len(warnings_said) == 2
 
 
+def test_a_wandb_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, warnings_said: list[str]) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below"
+    for one in writers_of(WriterOptions(wandb_project="tiny", wandb_save_dir=folder), warnings_said):
+        write(one, [1])
+        one.close()
+    assert warnings_said == [f"Weights & Biases is not written to: {folder} cannot be made: Not a directory"]
+
+
+def test_options_of_wandb_need_a_project() -> None:
+    for name in ("--wandb-exp-name", "--wandb-entity", "--wandb-save-dir"):
+        with pytest.raises(UsageError, match=f"{name} needs --wandb-project"):
+            parse_options([name, "x"])
+        parse_options([name, "x", "--wandb-project", "tiny"])
+    assert "(default )" not in make_parser().format_help()
+
+
 def test_what_tensorboard_has_taken_is_visible_though_nothing_follows(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     files = tensorboard_files.TensorBoardFiles(tmp_path, 0, 0)
@@ -555,6 +576,16 @@ def test_a_collector_that_does_not_answer_is_said_once(
     writer.close()
     assert len(warnings_said) == 1 and warnings_said[0].startswith("OpenTelemetry cannot export, and goes on trying: ")
     assert not caplog.records
+
+
+def test_a_long_complaint_ends_behind_a_word() -> None:
+    complaints = opentelemetry_writer._Complaints()
+    text = "cannot export\n" + "a metrics batch, " * 20
+    record = logging.LogRecord("opentelemetry.exporter", logging.ERROR, "", 0, text, None, None)
+    complaints.emit(record)
+    assert complaints.first == "cannot export " + "a metrics batch, " * 16 + "a metrics ..."
+    assert shortened("x" * 301) == "x" * 300 + " ..." and shortened("x" * 300) == "x" * 300
+    assert shortened("x" * 300 + " y") == "x" * 300 + " ..."
 
 
 def test_an_endpoint_that_is_none_is_said(warnings_said: list[str]) -> None:

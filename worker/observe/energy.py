@@ -141,14 +141,14 @@ class EnergyMeter:
         except Exception as error:  # see _read
             no_counter = one_line(error)
         try:
-            nvml.nvmlDeviceGetPowerUsage(handle)
+            integral = PowerIntegral(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         except Exception as error:  # see _read
             self._warn(
                 f"energy of {device_uuid} is not measured: NVML has no counter ({no_counter}), no power ({one_line(error)})"
             )
             return None
         self._warn(f"{device_uuid} has no energy counter ({no_counter}): its power is sampled every {SAMPLE_EVERY_S} s instead")
-        return PowerIntegral(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        return integral
 
 
 class _Counter:

@@ -133,12 +133,15 @@ class EventTimer:
             self._marks.give_back(begin, end)
 
     def elapsed_s(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds on the device since the last reset, of what is over."""
+        """Seconds on the device since the last reset, of what is over. Replays count once the last one is."""
         self.collect()
-        elapsed_s = self._elapsed_s + self._last_replay_s() * self._num_replays
+        replayed_s = self._last_replay_s() * self._num_replays
+        elapsed_s = self._elapsed_s + replayed_s
         if reset:
-            self._active_s += elapsed_s - self._elapsed_s
-            self._elapsed_s, self._num_replays = 0.0, 0
+            self._active_s += replayed_s
+            self._elapsed_s = 0.0
+            if replayed_s or not self._in_graph:
+                self._num_replays = 0
         return elapsed_s
 
     def active_s(self) -> float:
@@ -153,17 +156,20 @@ class EventTimer:
 
     def take_calls(self) -> tuple[float, int]:
         """The median time of a call since the last call of this, in seconds, and how many calls there were. Of a graph's
-        calls those of its last replay are known."""
+        calls those of its last replay are known; while that runs, nothing is told of these iterations: later they would be
+        too many calls for the iterations that they are divided by."""
         self.collect()
         samples = list(self._samples or ())
         num_calls = len(samples)
-        if self._num_replays and (in_graph_s := self._last_replay_s()):
-            samples.append(in_graph_s / len(self._in_graph))
-            num_calls += self._num_replays * len(self._in_graph)
-        self._num_replays = 0
         if self._samples is not None:
             self._samples.clear()
-        return (statistics.median(samples), num_calls) if samples else (0.0, 0)
+        num_in_graph, in_graph_s = self._num_replays * len(self._in_graph), self._last_replay_s()
+        self._num_replays = 0
+        if num_in_graph:
+            if not in_graph_s:
+                return 0.0, 0
+            samples.append(in_graph_s / len(self._in_graph))
+        return (statistics.median(samples), num_calls + num_in_graph) if samples else (0.0, 0)
 
     def cancel(self) -> None:
         """What runs does not count."""

@@ -40,6 +40,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Run `rsup memory-estimate ARGV`; return the exit code. Raise `RsupError`, in one line, for what it cannot answer."""
     arguments = _parser().parse_args(list(argv))
+    if arguments.reserve >= min(arguments.gpu_memory):
+        raise UsageError(f"--reserve {arguments.reserve:g} leaves nothing of a GPU with {min(arguments.gpu_memory):g} GB")
     model = _model(arguments)
     layout = _layout(arguments)
     check_model(layout, model)

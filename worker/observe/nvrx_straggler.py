@@ -33,9 +33,7 @@ class KernelScores:
     def start(self) -> None:
         """The section begins."""
         if self.works:
-            section = self._detector.detection_section(_SECTION, profile_cuda=True)
-            self._try(section.__enter__)
-            self._section = section
+            self._section = self._try(self._begun)
 
     def stop(self) -> None:
         """The section ends."""
@@ -46,17 +44,25 @@ class KernelScores:
     def scores(self) -> dict[int, tuple[float, float]]:
         """Relative and individual score of each rank since the last call, on rank 0; empty elsewhere. Waits for the device.
         Collective, on the default group."""
-        report = self._try(self._detector.generate_report) if self.works else None
-        if report is None:
-            return {}
-        individual = report.gpu_individual_perf_scores or {}
-        relative = report.gpu_relative_perf_scores or {}
-        return {rank: (float(score), float(individual.get(rank, 1.0))) for rank, score in relative.items()}
+        return (self._try(self._reported) if self.works else None) or {}
 
     def close(self) -> None:
         """Profile no more."""
         self.stop()
         self._try(self._detector.shutdown)
+
+    def _begun(self) -> contextlib.AbstractContextManager[None]:
+        section: contextlib.AbstractContextManager[None] = self._detector.detection_section(_SECTION, profile_cuda=True)
+        section.__enter__()
+        return section
+
+    def _reported(self) -> dict[int, tuple[float, float]]:
+        report = self._detector.generate_report()
+        if report is None:
+            return {}
+        individual = report.gpu_individual_perf_scores or {}
+        relative = report.gpu_relative_perf_scores or {}
+        return {rank: (float(score), float(individual.get(rank, 1.0))) for rank, score in relative.items()}
 
     def _try(self, call: Callable[[], Any]) -> Any:
         try:

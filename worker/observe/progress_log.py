@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import rsup.worker
 from rsup.worker.observe.contract import Warn
 
 PROGRESS_FILE = "progress.txt"
@@ -31,13 +32,16 @@ class _Start:
 
 
 class ProgressLog:
-    """Appends to `progress.txt` in `folder`. On one rank; trouble with the file is warned of once, and ends the log."""
+    """Appends to `progress.txt` in `folder`. On one rank; trouble with the file is warned of once, and ends the log.
+
+    `job`: its id; None: SLURM's, else that of `rsup launch`.
+    """
 
     def __init__(self, folder: Path, world_size: int, warn: Warn, job: str | None = None) -> None:
         self._path = folder / PROGRESS_FILE
         self._world_size = world_size
         self._warn = warn
-        self._job = os.environ.get("SLURM_JOB_ID", "") if job is None else job
+        self._job = (os.environ.get("SLURM_JOB_ID") or rsup.worker.job_key()) if job is None else job
         self._is_broken = False
         self._started = _Start(datetime.now(), 0.0)
         self._first: _Start | None = None

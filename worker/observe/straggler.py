@@ -4,6 +4,7 @@
     forward = detector.timer("forward-compute")            # ask once, keep; costs next to nothing while the detector is off
     with forward: ...
     report = detector.report(iteration)                    # every log interval, on all ranks
+    detector.pause(); ...; detector.resume()               # evaluation, saves; `TrainingLog(pausable=[detector])` does it
 
 Sections come from its own timers (events on a GPU, which wait for nothing) and from the heartbeat board, where every
 `rsup.worker.section` counts. What of it is the device's own work is comparable; see `straggler_scores.py`. People switch it on
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,6 +122,14 @@ class SwitchedTimer:
             self._timer.cancel()
 
 
+class _Moment(NamedTuple):
+    """Where an interval or a pause begins: by the clock, and what the thread had waited and its sections had taken by then."""
+
+    at_ns: int
+    waited_ns: int
+    board: Mapping[str, tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class _Told:
     """What a rank tells the others at a report. `asked`: what people asked since its last one. `times`: None while off."""
@@ -174,8 +184,9 @@ class StragglerDetector:
         self._best: dict[str, float] = {}
         self._heard: bool | None = None
         self._first: int | None = None
-        self._since_ns = self._waited_ns = 0
-        self._board: Mapping[str, tuple[int, int]] = {}
+        self._since = _Moment(0, 0, {})
+        """Where the interval begins, later by what was paused in it."""
+        self._paused: _Moment | None = None
         self.is_on = False
         if enabled:
             self._switch(True)
@@ -205,7 +216,8 @@ class StragglerDetector:
         ranks = [one.times for one in told if one.times is not None]
         report = None
         if len(ranks) == len(told) and self._first is not None:
-            step_s = (self._now_ns() - self._since_ns) / 1e9 / (iteration - self._first + 1)
+            now_ns = self._now_ns() if self._paused is None else self._paused.at_ns
+            step_s = (now_ns - self._since.at_ns) / 1e9 / (iteration - self._first + 1)
             interval = Interval(self._first, iteration, step_s, self.shared)
             kernels = self._kernels.scores() if self._kernels is not None and self._profiles and all_work else None
             report = make_report(interval, ranks, self._num_listed, self._threshold, kernels)
@@ -216,6 +228,26 @@ class StragglerDetector:
         if self.is_on:
             self._begin(iteration + 1)
         return report
+
+    def pause(self) -> None:
+        """What follows, up to `resume`, is no iteration's: evaluation, saves. Has no effect while it is paused, or off."""
+        if self.is_on and self._paused is None:
+            self._paused = self._moment()
+            self._sensors.pause()
+
+    def resume(self) -> None:
+        """The end of `pause`. Has no effect elsewhere."""
+        paused, self._paused = self._paused, None
+        if paused is None:
+            return
+        self._sensors.resume()
+        now, since = self._moment(), self._since
+        board = dict(since.board)
+        for name, (entered, total_ns) in now.board.items():
+            entered_before, before_ns = paused.board.get(name, (0, 0))
+            entered_first, first_ns = board.get(name, (0, 0))
+            board[name] = (entered_first + entered - entered_before, first_ns + total_ns - before_ns)
+        self._since = _Moment(since.at_ns + now.at_ns - paused.at_ns, since.waited_ns + now.waited_ns - paused.waited_ns, board)
 
     def begin_pass(self) -> None:
         """See `Timers.begin_pass`."""
@@ -249,7 +281,8 @@ class StragglerDetector:
 
     def _switch(self, on: bool) -> None:
         self.is_on = on
-        self._first = None
+        self._first = self._paused = None
+        self._sensors.resume()
         for timer in self._timers.values():
             timer.switch(on)
         if on:
@@ -259,9 +292,12 @@ class StragglerDetector:
 
     def _begin(self, first: int) -> None:
         self._first = first
-        self._since_ns = self._now_ns()
-        self._waited_ns = _waited_for_processor_ns()
-        self._board = dict(self._section_totals())
+        self._since = self._moment()
+        if self._paused is not None:
+            self._paused = self._since
+
+    def _moment(self) -> _Moment:
+        return _Moment(self._now_ns(), _waited_for_processor_ns(), dict(self._section_totals()))
 
     def _measured(self, iteration: int) -> RankTimes | None:
         """What this rank tells of the interval that ends here; None where none has begun."""
@@ -271,15 +307,16 @@ class StragglerDetector:
             return None
         num_iterations = iteration - self._first + 1
         times: dict[str, float] = {}
-        for name, (entered, total_ns) in self._section_totals().items():
-            entered_before, before_ns = self._board.get(name, (0, 0))
+        now = self._paused or self._moment()
+        for name, (entered, total_ns) in now.board.items():
+            entered_before, before_ns = self._since.board.get(name, (0, 0))
             if entered > entered_before and total_ns > before_ns:
                 times[name] = (total_ns - before_ns) / 1e9 / num_iterations
         times |= {name: median_s * num_calls / num_iterations for name, (median_s, num_calls) in calls.items() if num_calls}
         best = dict(self._best)
         for name, time_s in times.items():
             self._best[name] = min(time_s, self._best.get(name, time_s))
-        waited_s = max(0, _waited_for_processor_ns() - self._waited_ns) / 1e9 / num_iterations
+        waited_s = max(0, now.waited_ns - self._since.waited_ns) / 1e9 / num_iterations
         return RankTimes(self._rank, self._device.uuid, self._device.node, times, best, sensors, waited_s)
 
     def _asked(self) -> bool | None:

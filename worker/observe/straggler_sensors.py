@@ -111,6 +111,14 @@ class SensorWatch:
         self._is_over.set()
         self._thread = None
 
+    def pause(self) -> None:
+        """What the device does now is no step: it is not read."""
+        self._readings.is_paused = True
+
+    def resume(self) -> None:
+        """The end of `pause`."""
+        self._readings.is_paused = False
+
     def take(self) -> DeviceSensors | None:
         """See `SensorReader.take`."""
         readings = self._readings
@@ -128,6 +136,7 @@ class _Readings:
 
     reader: SensorReader | None = None
     trouble: str = ""
+    is_paused: bool = False
 
 
 def _read_until(uuid: str, nvml: Any, readings: _Readings, is_over: threading.Event, every_s: float) -> None:
@@ -135,7 +144,7 @@ def _read_until(uuid: str, nvml: Any, readings: _Readings, is_over: threading.Ev
         reader = SensorReader(uuid, nvml) if readings.reader is None else readings.reader
         readings.reader = reader
         while not is_over.is_set():
-            if not reader.read():
+            if not readings.is_paused and not reader.read():
                 readings.reader = None
                 readings.trouble = f"the sensors of {uuid} answer no more: stragglers are reported without them"
                 return

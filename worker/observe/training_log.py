@@ -73,11 +73,16 @@ class TrainingLogOptions:
     tokens_per_sample: int = 0
 
 
-class EnergyLike(Protocol):
+class Pausable(Protocol):
+    """What measures steps, too, and leaves out what is between `pause` and `resume`."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class EnergyLike(Pausable, Protocol):
     """See `rsup.worker.observe.energy.EnergyMeter`: of this rank, in joules; None where nobody can say."""
 
-    def resume(self) -> None: ...
-    def pause(self) -> None: ...
     def peek_j(self) -> float | None: ...
     def lap_j(self) -> float | None: ...
 
@@ -97,7 +102,7 @@ class TrainingLog:
 
     `writers`, `say`: only on the rank that writes. `live_writers`: those that get each log point whatever the intervals of the
     others are (the supervisor, telemetry). `timers`, `energy`: see there. `timer_names`: those of the parts of a step; None:
-    all. `on_point`: called on every rank after each line.
+    all. `pausable`: leave out what the log leaves out (a straggler detector). `on_point`: called on every rank after each line.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class TrainingLog:
         timers: TimersLike = NO_TIMERS,
         timer_names: Sequence[str] | None = None,
         energy: EnergyLike | None = None,
+        pausable: Sequence[Pausable] = (),
     ) -> None:
         self.options = options
         self.on_point: list[Callable[[LogPoint], None]] = []
@@ -123,6 +129,7 @@ class TrainingLog:
         self._timers = timers
         self._timer_names = timer_names
         self._energy = energy if options.log_energy else None
+        self._pausable = [*pausable, *([] if self._energy is None else [self._energy])]
         self._reduction = StepReduction(group)
         self._counters = IntervalCounters()
         self._late = LateScalars()
@@ -373,15 +380,15 @@ class TrainingLog:
             _wait_for_device()
             self._reduction.barrier()
         is_outermost = self._counters.pause()
-        if is_outermost and self._energy is not None:
-            self._energy.pause()
+        for one in self._pausable if is_outermost else ():
+            one.pause()
         try:
             yield
             if is_outermost and not self._is_closed:
                 self._reduction.barrier()
         finally:
-            if self._counters.resume() and self._energy is not None:
-                self._energy.resume()
+            for one in self._pausable if self._counters.resume() else ():
+                one.resume()
 
     def evaluation(
         self, iteration: int, consumed_samples: int, losses: Mapping[str, tuple[Value, Value]], suffix: str = ""

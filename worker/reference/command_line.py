@@ -62,7 +62,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any, metada
         parser.add_argument(*names, action=action, default=default, help=metadata["help"])
     else:
         choices = metadata["choices"] or None
-        shown = None if default in (None, (), 0) else default
+        shown = None if default in (None, (), 0, "") else default
         text = metadata["help"] + (f" (default {shown})" if shown is not None else "")
         metavar = None if choices else name.rsplit("_", 1)[-1].upper()
         parser.add_argument(
@@ -148,6 +148,9 @@ def _check(options: Options) -> None:
         raise UsageError("--enable-ft-package needs --save")
     if options.calc_ft_timeouts and not options.enable_ft_package:
         raise UsageError("--calc-ft-timeouts needs --enable-ft-package")
+    for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+        if getattr(options, name) and not options.wandb_project:
+            raise UsageError(f"--{name.replace('_', '-')} needs --wandb-project")
     if (options.rerun_mode == "audit") != (options.rerun_audit_interval is not None):
         raise UsageError("--rerun-mode audit and --rerun-audit-interval go together")
     _check_in_process(options)

@@ -82,6 +82,8 @@ def make_dumps(options: "Options", ranks: "Ranks", module: "nn.Module", warn: Wa
     from rsup.worker.observe.dump_hooks import is_linear
     from rsup.worker.observe.tensor_dump import TensorDumps
 
+    if ranks.rank:  # that an interval is 0 is said by rank 0
+        intervals = {label: interval for label, interval in intervals.items() if interval}
     patterns = options.dump_modules
     plan = DumpPlan(
         options.save_dir,

@@ -53,7 +53,7 @@ class ObserveOptions:
     otel_endpoint: str = flag("", "where OpenTelemetry sends them by OTLP: http://HOST:4318; sets --otel", str)
     enable_one_logger: bool = flag(False, "give end-to-end metrics to the packages nv-one-logger, where they are installed")
 
-    save_activations_interval: int | None = flag(None, "iterations between dumps of what linear layers get, give", not_negative)
+    save_activations_interval: int | None = flag(None, "iterations between dumps of linear layers' input, output", not_negative)
     save_dgrads_interval: int | None = flag(None, "iterations between dumps of the gradients of these", not_negative)
     save_wgrads_interval: int | None = flag(None, "iterations between dumps of the parameters' gradients", not_negative)
     save_params_interval: int | None = flag(None, "iterations between dumps of the parameters", not_negative)
@@ -61,7 +61,7 @@ class ObserveOptions:
     save_grads: bool = flag(False, "--save-wgrads and --save-dgrads")
     save_wgrads: bool = flag(False, "dump the parameters' gradients at the iterations of --save-interval")
     save_dgrads: bool = flag(
-        False, "dump what linear layers get in the backward pass, and give, at the iterations of --save-interval"
+        False, "dump the gradients of linear layers' inputs and outputs at the iterations of --save-interval"
     )
     save_params: bool = flag(False, "dump the parameters at the iterations of --save-interval")
     dump_micro_batches: str = flag(

@@ -17,6 +17,10 @@ class StragglerLike(Protocol):
 
     def report(self, iteration: int) -> StragglerReport | None: ...
 
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
     def begin_pass(self) -> None: ...
 
     def replayed(self) -> None: ...
@@ -32,6 +36,12 @@ class _NoStraggler:
 
     def report(self, iteration: int) -> StragglerReport | None:
         return None
+
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
 
     def begin_pass(self) -> None:
         pass

@@ -74,8 +74,11 @@ def graph_impl(text: str) -> str:
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    """Patterns of names, comma-separated."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    """Patterns of names, comma-separated, one at least."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pattern")
+    return found
 
 
 for _kind, _name in ((whole, "count"), (not_negative, "count"), (rate, "number"), (probability, "probability")):

@@ -92,6 +92,7 @@ class RunLog:
             timers=observed.timers,
             timer_names=STEP_TIMERS if options.timing_log_level else (),
             energy=energy,
+            pausable=[observed.straggler],
         )
         self.training.on_point.append(self._log_point)
         self._memory = MemoryReport(

@@ -91,6 +91,12 @@ def _wandb(options: WriterOptions, warn: Warn, run_name: str, config: Mapping[st
     if not _can_import(WANDB, "wandb", warn, "wandb"):
         return None
     folder = options.wandb_save_dir or options.save_dir
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn(f"{WANDB} is not written to: {folder} cannot be made: {error.strerror}")
+        return None
     id_folder = options.save_dir or options.wandb_save_dir
     named = RunOptions(
         options.wandb_project,

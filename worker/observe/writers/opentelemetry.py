@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rsup.worker.observe.contract import Point, Warn
-from rsup.worker.observe.error_text import one_line
+from rsup.worker.observe.error_text import one_line, shortened
 from rsup.worker.observe.writers.credentials import without_credentials
 
 SCOPE = "rsup.training"
@@ -214,7 +214,7 @@ class _Complaints(logging.Handler):
             part in record.name for part in self._OF_EXPORTS
         ):  # of a value that it takes not: nothing is wrong with exports
             return
-        self.first = self.first or without_credentials(" ".join(record.getMessage().split()))[:300]
+        self.first = self.first or shortened(without_credentials(record.getMessage()))
 
     def begin(self) -> None:
         for name in self._LOGGERS:

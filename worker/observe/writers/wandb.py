@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `wandb.init` is told. `folder`: where its files go; `id_folder`: where the id is kept, None: nowhere."""
+    """What `wandb.init` is told. `folder`: where its files go; it is there. `id_folder`: where the id is kept, if anywhere."""
 
     project: str
     name: str
@@ -121,8 +121,6 @@ class WandbRun:
             run_id = _new_id()
         self._run_id = run_id
         _OPEN_RUNS.enter(run_id, options.finish_within_s + PROBE_TIMEOUT_S)
-        if options.folder is not None:
-            options.folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.setup().settings
         is_offline = settings.mode not in ("online", "run", "shared")
         problem = "" if is_offline else _problem_with(settings.base_url)
