@@ -106,7 +106,7 @@ def kind(reply: object) -> str:
 class NvrxClient:
     """One connection to `FT_RANK_MONITOR_IPC_SOCKET`, or to `path`. Every wait is bounded."""
 
-    def __init__(self, path: str = "", generation: int = 4, within_s: float = 10.0) -> None:
+    def __init__(self, path: str = "", generation: int = 4, within_s: float = 60.0) -> None:
         self.generation = generation
         self.cfg: Any = None
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

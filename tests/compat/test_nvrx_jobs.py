@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.conftest import Place, place, wait_until
+from tests.jobs.conftest import Place, free_port, place, wait_until
 
 __all__ = ["place"]
 ROOT = str(Path(__file__).parents[2])
@@ -25,13 +25,13 @@ print(f"RESTART #{run} rank {rank}", flush=True)
 if run == 0 and rank == 0:
     sys.exit(0)          # before any heartbeat
 if run == 0:
-    time.sleep(60)       # misses its first heartbeat
+    time.sleep(600)      # misses its first heartbeat
 client.send_heartbeat()
 client.send_heartbeat()
 if run == 1:
     sys.exit(5 * rank)
 client.shutdown_workload_monitoring()
-time.sleep(2.5)          # past every limit, and not watched
+time.sleep(6.5)          # past every limit, and not watched
 """
 
 MEGATRON = """
@@ -69,7 +69,7 @@ json.dump(seen, open(f"{out}/seen-{rank}-{run}", "w"), default=str)
 dist.barrier()
 client.start_section("step")
 if run == 0 and rank == 1:
-    time.sleep(60)
+    time.sleep(600)
 dist.barrier()
 client.end_section("step")
 client.shutdown_workload_monitoring()
@@ -87,29 +87,29 @@ def texts(place: Place, job: str) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_hang_failure_success(place: Place) -> None:
     """NVRx's own scenario with `--max-restarts=2`, the command line as for ft_launcher; and what its test of init asks for."""
     launched = place.launch(
         *("--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=1", "--rdzv-backend=c10d", "--job-id", "hb"),
         *("--rdzv-endpoint=localhost:0", "--term-timeout=5", "--workers-stop-timeout=5"),
-        *("--ft-initial-rank-heartbeat-timeout=2", "--ft-param-rank_heartbeat_timeout=2", "--ft-log-level=DEBUG"),
+        *("--ft-initial-rank-heartbeat-timeout=5", "--ft-param-rank_heartbeat_timeout=5", "--ft-log-level=DEBUG"),
         place.script(HEARTBEATS),
-    ).ends(0)
+    ).ends(0, within_s=200)
     assert [f"RESTART #{run}" in launched.stdout for run in range(4)] == [True, True, True, False]
     status = place.status("hb")
     assert [(i["kind"], i["rank"]) for i in status["incidents"]] == [("hang", 1), ("exit", 1)]
     assert "first heartbeat" in str(status["incidents"][0]) or "initial" in str(status["incidents"][0])
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_a_script_shaped_as_megatrons(place: Place) -> None:
     launched = place.launch(
         *("--nproc-per-node", "2", "--max-restarts", "1", "--job-id", "mg"),
         *("--ft-rank_section_timeouts", "setup:600,step:180,checkpointing:420", "--ft-rank_out_of_section_timeout", "300"),
         *("--ft-initial-rank-heartbeat-timeout", "null", "--ft-rank-heartbeat-timeout", "None"),
         place.script(MEGATRON),
-    ).ends(0)
+    ).ends(0, within_s=200)
     status = place.status("mg")
     assert len(status["attempts"]) == 2, launched.stderr
     (hang,) = status["incidents"]
@@ -120,7 +120,7 @@ def test_a_script_shaped_as_megatrons(place: Place) -> None:
     assert first["sections"] == {"setup": 600.0, "step": 180.0, "checkpointing": 420.0}
     assert first["cfg"]["skip_section_response"] is False
     assert seen[0, 0]["state"] == seen[1, 0]["state"], "the same on all ranks"
-    assert 0.5 < first["calculated"]["step"] < 10
+    assert 0.5 < first["calculated"]["step"] < 120
     assert second["cfg"]["rank_section_timeouts"] == first["calculated"], "a restarted client is told what was calculated"
     assert second["sections"] == first["calculated"] and second["out"] == pytest.approx(
         second["cfg"]["rank_out_of_section_timeout"]
@@ -137,7 +137,7 @@ def test_shutdown_ends_the_job_once_its_rank_has_failed(place: Place) -> None:
         "    assert control(WorkloadAction.ShutdownWorkload, 'data is bad', rank) == b'ok'\n"
         "    time.sleep(0.5)\n"
         "    sys.exit(123)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     launched = place.launch("--nproc-per-node", "2", "--max-restarts", "5", "--job-id", "sd", place.script(script)).ends(123)
     status = place.status("sd")
@@ -156,26 +156,22 @@ def test_exclude_of_the_only_node_ends_the_job(place: Place) -> None:
     assert "GPU 3 is hot" in place.status("x1")["job"]["reason"] and len(place.status("x1")["attempts"]) == 1
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_exclude_forms_the_job_again_without_the_node(place: Place) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = place.script(
         in_rank(
             "if os.environ['WORLD_SIZE'] == '2' and os.environ['RANK'] == '1':\n"
             "    control(WorkloadAction.ExcludeThisNode, 'hot', 1)\n"
             "    sys.exit(9)\n"
-            "if os.environ['WORLD_SIZE'] == '2': time.sleep(60)\n"
+            "if os.environ['WORLD_SIZE'] == '2': time.sleep(600)\n"
         )
     )
-    common = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=2", "--job-id", "x2")
+    common = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=6", "--job-id", "x2")
     stays = place.launch(*common, "--nproc-per-node", "1", "--node-rank", "0", script)
     leaves = place.launch(*common, "--nproc-per-node", "1", "--node-rank", "1", script)
-    leaves.ends(1, within_s=60)
-    stays.ends(0, within_s=60)
+    leaves.ends(1)
+    stays.ends(0)
     assert "leaves the job" in leaves.stderr or "asked to leave this node out" in leaves.stderr
     events = texts(place, "x2")
     assert [e["kind"] for e in events if e["kind"] in ("AgentExcluded", "Restart")] == ["AgentExcluded", "Restart"]
@@ -213,7 +209,7 @@ def test_a_hung_step_of_a_newer_client_is_found_soon(place: Place) -> None:
         "client.start('setup'); client.end('setup'); time.sleep(1.5)\n"  # out of section before the first step
         "client.start('step', 0)\n"
         "open(os.environ['OUT'] + '/opened', 'w').write(str(time.monotonic()))\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     place.launch(
         *("--nproc-per-node", "1", "--max-restarts", "1", "--job-id", "nh", "--ft-rank-out-of-section-timeout", "1"),
@@ -222,7 +218,7 @@ def test_a_hung_step_of_a_newer_client_is_found_soon(place: Place) -> None:
     ended = time.monotonic()
     (hang,) = place.status("nh")["incidents"]
     assert (hang["kind"], hang["section"]) == ("hang", "step")
-    assert ended - float(Path(place.folder, "opened").read_text()) < 20
+    assert ended - float(Path(place.folder, "opened").read_text()) < 60
 
 
 def test_an_iteration_file_shows_progress_and_its_lack(place: Place) -> None:

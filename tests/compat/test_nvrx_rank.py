@@ -1,6 +1,7 @@
-"""NVRx's rules of sections, heartbeats and limits, from its messages to what the agent calls overdue. No process, no clock but
-the board's."""
+"""NVRx's rules of sections, heartbeats and limits, from its messages to what the agent calls overdue. No process, and a clock
+that hardly moves."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from rsup.launcher import nvrx_pickle as nvrx
 from rsup.launcher.board_reader import together
 from rsup.launcher.board_watch import WatchedRank, WatchState, beats, watch
 from rsup.launcher.nvrx_rank import OTHERS, Client, LimitsInForce, NvrxRank
-from rsup.supervisor import wire
-from rsup.supervisor.heartbeat_board import FLAG_LEFT, NUM_SECTIONS, Board, Slot, monotonic_ns
+from rsup.supervisor import heartbeat_board, wire
+from rsup.supervisor.heartbeat_board import FLAG_LEFT, NUM_SECTIONS, Board, Slot
 from rsup.supervisor.wire import Limits
 from tests.compat.nvrx_client import SectionAction, from_bytes, kind, message, to_bytes
 
@@ -55,7 +56,7 @@ class Rank:
         """What is past its limit that long from now."""
         found: list[str] = []
         for _ in range(2):
-            now_ns = monotonic_ns() + int(after_s * 1e9)
+            now_ns = heartbeat_board.monotonic_ns() + int(after_s * 1e9)
             watched = [WatchedRank(0, PID, 1, self.board.read(0))]
             self.state, facts = watch(self.state, watched, limits, now_ns, (), 1, 0)
             found += [fact.limit for fact in facts]
@@ -64,7 +65,10 @@ class Rank:
 
 
 @pytest.fixture
-def rank(own_directories: Path) -> Iterator[Rank]:
+def rank(own_directories: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    clock = itertools.count(heartbeat_board.monotonic_ns(), 1000)  # however long a test stands still
+    for module in ("rsup.supervisor.heartbeat_board", "rsup.launcher.nvrx_rank"):
+        monkeypatch.setattr(f"{module}.monotonic_ns", lambda: next(clock))
     board = Board.create(1, own_directories / "run")
     yield Rank(board)
     board.close()
@@ -193,7 +197,7 @@ def test_the_same_visit_of_another_process_is_another_one(rank: Rank) -> None:
         found = []
         for _ in range(2):
             watched = [WatchedRank(0, pid, 1, rank.board.read(0))]
-            rank.state, facts = watch(rank.state, watched, limits, monotonic_ns() + 2 * 10**9, (), 1, 0)
+            rank.state, facts = watch(rank.state, watched, limits, heartbeat_board.monotonic_ns() + 2 * 10**9, (), 1, 0)
             found += [fact.limit for fact in facts]
         assert sorted(found) == ["heartbeat", "step"]
         rank.rank.left(client)
@@ -207,7 +211,7 @@ def test_a_rank_that_left_is_not_watched_but_what_it_had_open_is_still_seen(rank
     assert rank.overdue(1000, limits) == []
     sample = rank.board.read(0)
     assert sample.flags == FLAG_LEFT and [s.name for s in sample.sections if s.open_since_ns] == ["step"]
-    assert not beats([WatchedRank(0, PID, 1, sample)], monotonic_ns())[0].open_sections
+    assert not beats([WatchedRank(0, PID, 1, sample)], heartbeat_board.monotonic_ns())[0].open_sections
     again = rank.client()
     assert not any(s.open_since_ns for s in rank.board.read(0).sections)
     assert rank.section(again, OPEN, "step") == "OkMsg" and rank.overdue(2, limits)

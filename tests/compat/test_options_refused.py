@@ -214,6 +214,6 @@ def test_another_interpreter_has_other_modules(launched: list[LaunchOptions], mo
 
 @pytest.mark.parametrize("words", [["launch", "--nnodes", "0", "x"], ["lanch"], ["--nnodes", "1"], ["launch", "nope.py"]])
 def test_real_processes_exit_with_2_and_one_line(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "rsup.launcher", *words], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-m", "rsup.launcher", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and done.stdout == ""

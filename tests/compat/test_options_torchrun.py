@@ -144,7 +144,7 @@ def test_run_path_runs_the_script_and_wins_over_no_python(tmp_path: Path) -> Non
     script = tmp_path / "s.py"
     script.write_text("import sys; print(__name__, sys.argv[1:])")
     command = rank_command(parse_launch(["--run-path", "--no-python", str(script), "a", "--b"], {}))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "__main__ ['a', '--b']"
 
 

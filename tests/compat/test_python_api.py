@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import rsup.launcher
 from rsup.launcher import python_api, torch_devices, torch_launch
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.python_api_errors import LaunchError, job_error
+from tests.jobs.conftest import free_port, keepers_end
+from tests.jobs.test_plain_jobs import is_alive
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch imports pynvml, whose old package only forwards to nvidia-ml-py
@@ -28,15 +30,21 @@ with warnings.catch_warnings():
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 TOUCH = 'import os, sys\nopen(os.path.join(sys.argv[1], os.environ["RANK"]), "x").close()\n'
-FAIL = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nprint('rank 1 is lost', file=sys.stderr)\n{}\n"
+FAIL = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(600)\nprint('rank 1 is lost', file=sys.stderr)\n{}\n"
 
 
-def until(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
     deadline = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
+
+
+@pytest.fixture(autouse=True)
+def keepers_are_gone(own_directories: Path) -> Iterator[None]:
+    yield
+    keepers_end(own_directories)
 
 
 @pytest.fixture
@@ -98,14 +106,6 @@ def test_two_at_once_in_a_daemonic_process_and_here(script: Callable[[str], str]
     words = [sys.executable, "-c", PAIR, *nodes, script(TOUCH), str(ran)]
     subprocess.run(words, check=True, timeout=100, stdout=subprocess.DEVNULL)
     assert numbers(ran) == {"0", "1"}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_a_failed_rank_is_torchs_error(script: Callable[[str], str], tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ WAITS = (
 
 
 def start_caller(script: str, ran: Path) -> "subprocess.Popen[str]":
-    words = [sys.executable, "-c", CALLER, "--shutdown-timeout=20", script, str(ran)]
+    words = [sys.executable, "-c", CALLER, "--shutdown-timeout=60", script, str(ran)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -307,9 +307,9 @@ def test_the_ranks_die_with_the_caller(script: Callable[[str], str], ran: Path) 
     caller = start_caller(script(WAITS), ran)
     pid = rank_pid(ran)
     caller.kill()
-    caller.communicate(timeout=30)
-    until(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text())
-    until(lambda: not keepers(), 60)  # it tells the supervisor, in directories that go with this test
+    caller.communicate(timeout=60)
+    until(lambda: not is_alive(pid))
+    until(lambda: not keepers())  # it tells the supervisor, in directories that go with this test
 
 
 def keepers() -> list[str]:

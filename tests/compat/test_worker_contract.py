@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from rsup.supervisor.job_routing import Routing
 from rsup.supervisor.memory_store import MemoryStore
 from rsup.supervisor.states import JobState
 from rsup.supervisor.wire import AgentInfo, Hello, JobResult, JobSpec
+from tests.jobs.conftest import free_port, keepers_end
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch imports pynvml, whose old package only forwards to nvidia-ml-py
@@ -59,6 +59,12 @@ def launch(*words: str) -> tuple[str, str]:
 
 def shown(folder: Path) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def keepers_are_gone(own_directories: Path) -> Iterator[None]:
+    yield
+    keepers_end(own_directories)
 
 
 @pytest.fixture
@@ -109,9 +115,7 @@ def test_is_torchelastic_launched_and_the_run_id_is_the_runs_own(place: Path, mo
 
 
 def test_ranks_are_counted_within_the_role_of_their_node(place: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        endpoint = f"localhost:{found.getsockname()[1]}"
+    endpoint = f"localhost:{free_port()}"
     words = ["--nnodes=2", "--rdzv-id=roles", f"--rdzv-endpoint={endpoint}"]
     words = [sys.executable, "-m", "rsup.launcher", "launch", *words]
     first = subprocess.Popen([*words, "--node-rank=0", "--role=reader", "show.py", "ours"], stderr=subprocess.DEVNULL)
@@ -280,7 +284,7 @@ class Keeps(logging.Handler):
 def test_events_reach_a_handler_that_is_registered_with_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Keeps()
     monkeypatch.setitem(handlers._log_handlers, "kept", kept)
-    (place / "fail.py").write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(3)\ntime.sleep(60)\n")
+    (place / "fail.py").write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(3)\ntime.sleep(600)\n")
     with pytest.raises(Exception, match="exitcode  : 3"):
         launch("--event-log-handler=kept", "--nproc-per-node=2", "--role=r", "fail.py")  # heard of, handler's fault or not
     seen = [(e["source"], e["metadata"]["state"], e["metadata"]["global_rank"]) for e in kept.events]
@@ -314,7 +318,7 @@ import json, os, sys, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1": sys.exit(0)
 ask = {"version": 1, "pid": os.getpid(), "scope_id": "step", "expiration_time": time.time() + 0.2, "signal": 9}
 with open(os.environ["TORCHELASTIC_TIMER_FILE"], "w") as pipe: pipe.write(json.dumps(ask) + chr(10))
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 
 from rsup.launcher import cli
+from rsup.supervisor import places
+from rsup.supervisor.heartbeat_board import process_start_ticks
 
 RSUP = [sys.executable, "-m", "rsup.launcher"]
 
 
-def wait_until(condition: Callable[[], Any], what: str, within_s: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, within_s: float = 90.0) -> Any:
     """Poll until `condition` gives something true, and return it."""
     deadline = time.monotonic() + within_s
     while True:
@@ -29,6 +33,45 @@ def wait_until(condition: Callable[[], Any], what: str, within_s: float = 30.0) 
             return found
         assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port that nobody holds, below those that the system gives to whoever asks for any: nobody gets it by chance."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def running(module: str, folder: Path) -> list[int]:
+    """Processes that run that module of ours for launches whose directories lie in `folder`."""
+    found = []
+    runtime_dir = b"XDG_RUNTIME_DIR=" + os.fsencode(folder) + b"/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if module.encode() not in (process / "cmdline").read_bytes().split(b"\0"):
+                continue
+            if any(word.startswith(runtime_dir) for word in (process / "environ").read_bytes().split(b"\0")):
+                found.append(int(process.name))
+    return found
+
+
+def keepers_end(folder: Path) -> None:
+    """Wait for a test's keepers, before its directories go. One that has still to tell a supervisor something goes on for
+    minutes if that, idle for a second, went first; it is ended here."""
+    alone_since = now = time.monotonic()
+    deadline = now + 60
+    while now < deadline and (keepers := running("rsup.launcher.keeper_process", folder)):
+        if running("rsup.supervisor.main", folder):
+            alone_since = now
+        elif now > alone_since + 10:
+            for pid in keepers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+        now = time.monotonic()
 
 
 READING = ("cases", "events", "jobs", "status")
@@ -136,7 +179,17 @@ class Place:
         return max((rank["iteration"] or 0 for rank in self.status(job).get("ranks", [])), default=0)
 
     def supervisor_pid(self) -> int:
-        return int(json.loads((Path(os.environ["RSUP_STATE_DIR"]) / "supervisor.json").read_text())["pid"])
+        """Of the one that runs. It says where it is when it already serves, so there may be none yet: wait for it."""
+
+        def announced() -> int:
+            file = places.read_supervisor_file(Path(os.environ["RSUP_STATE_DIR"]))
+            return file.pid if file and process_start_ticks(file.pid) == file.start_ticks else 0
+
+        return int(wait_until(announced, "a supervisor"))
+
+    def supervisors_end(self) -> None:
+        """Wait until no supervisor of this test runs, whether or not it has said where it is."""
+        wait_until(lambda: not running("rsup.supervisor.main", self.folder), "the supervisor's end")
 
 
 @pytest.fixture
@@ -153,3 +206,4 @@ def place(own_directories: Path) -> Iterator[Place]:
             except subprocess.TimeoutExpired:
                 launched.process.kill()
                 launched.process.wait()
+    keepers_end(own_directories)

@@ -37,7 +37,8 @@ def test_the_next_launch_goes_by_what_is_known(place: Place) -> None:
     path, script = inventory(place), place.script(SEAT)
     options = ("--device-inventory", path, "--nproc-per-node")
     slow = place.launch("--job-id", "slow", "--max-restarts", "1", *options, "2", script)
-    wait_until(lambda: seats(place, "slow") == ["GPU-a", "GPU-b"], "both ranks run", 60)
+    wait_until(lambda: seats(place, "slow") == ["GPU-a", "GPU-b"], "both ranks run")
+    wait_until(lambda: place.status("slow").get("job", {}).get("state") == "running", "the supervisor to hear of it")
     place.rsup("devices", "quarantine", "GPU-b", "--reason", "noise")
     assert slow.process.poll() is None and place.status("slow")["job"]["state"] == "running"
     (place.folder / "go").touch()

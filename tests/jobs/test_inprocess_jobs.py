@@ -78,11 +78,11 @@ FAST = {
     "monitor_thread_interval": 0.2,
     "monitor_process_interval": 0.2,
     "progress_watchdog_interval": 0.2,
-    "soft_timeout": 3.0,
-    "hard_timeout": 6.0,
+    "soft_timeout": 8.0,
+    "hard_timeout": 16.0,
     "heartbeat_interval": 1.0,
-    "heartbeat_timeout": 10.0,
-    "barrier_timeout": 20.0,
+    "heartbeat_timeout": 30.0,
+    "barrier_timeout": 60.0,
 }
 
 
@@ -91,7 +91,7 @@ def run(place: Place, job: str, plan: list[list[Any]], ranks: int, *options: str
     script = place.script(LOOP)
     arguments = ("--nproc-per-node", str(ranks), "--job-id", job, "--max-restarts", "1", *options)
     launched = place.launch(*arguments, script, PLAN=json.dumps(plan), SETTINGS=json.dumps(settings))
-    launched.ends(0)
+    launched.ends(0, within_s=220)
     return sorted(line for line in launched.stdout.splitlines() if line.startswith("rank "))
 
 
@@ -149,9 +149,9 @@ def test_hangs_without_limits_of_ours_are_blamed_on_the_rank_that_hangs_and_cost
     assert [len({line["pid"] for line in entries(place, rank)}) for rank in range(2)] == [2, 1], "one process was killed"
     hung, busy = sorted(status["incidents"], key=lambda incident: int(incident["rank"]))
     assert (busy["rank"], busy["victims"], busy["found_by"]) == (1, [0], "in-process restart's soft limit")
-    assert "no progress for 3 s" in busy["text"] and "it stands in strike (script.py" in busy["text"]
+    assert "no progress for 8 s" in busy["text"] and "it stands in strike (script.py" in busy["text"]
     assert (hung["rank"], hung["victims"], hung["found_by"]) == (0, [1], "in-process restart's hard limit")
-    assert "since it hung: no sign of progress for 6 s" in hung["text"]
+    assert "since it hung: no sign of progress for 16 s" in hung["text"]
 
 
 @pytest.mark.timeout(240)
@@ -192,7 +192,7 @@ def test_reserves_step_in_and_the_world_shrinks(place: Place) -> None:
     assert len(place.status("reserve")["attempts"]) == 1
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_process_group_made_too_early_is_said_in_one_line(place: Place) -> None:
     script = place.script("""
 import torch.distributed as dist
@@ -207,7 +207,9 @@ restartable(lambda: None)()
 
 # ------------------------------------------------------------------------------------------------- the reference trainer
 
-TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "30", "--save-interval", "5", "--log-interval", "10")
+TRAINER = ("-m", "rsup.worker.reference.train")
+OFTEN = ("--save-interval", "5", "--log-interval", "10")
+TRAIN = (*TRAINER, "--iterations", "30", *OFTEN)
 TINY = (
     "--num-layers",
     "1",
@@ -228,7 +230,7 @@ def train(place: Place, job: str, ranks: int, *options: str, launch: tuple[str, 
         *("--max-restarts", "2", "--nproc-per-node", str(ranks), "--job-id", job, *launch, *TRAIN, *TINY, "--eval-iters", "0"),
         *("--inprocess-restart", "--save", str(place.folder / job), *options),
     )
-    launched.ends(0)
+    launched.ends(0, within_s=140)
     last = launched.stdout.strip().splitlines()[-1]
     assert last.startswith("digest ")
     return last
@@ -264,11 +266,11 @@ def test_a_training_with_a_graph_is_entered_again(place: Place) -> None:
     assert len(place.status("g")["attempts"]) == 1
 
 
-def begin(place: Place, job: str, *options: str, launch: tuple[str, ...] = ()) -> Launched:
-    """A small training that goes on for long, with in-process restart and an exit signal."""
+def begin(place: Place, job: str, *options: str, program: tuple[str, ...] = TRAINER) -> Launched:
+    """A small training that goes on for long, with in-process restart and an exit signal. `program`: what runs it."""
     more = ("--iterations", "100000", "--inprocess-restart", "--exit-signal-handler", "--save", str(place.folder / job))
-    arguments = ("--nproc-per-node", "2", "--job-id", job, "--max-restarts", "1", *launch)
-    return place.launch(*arguments, *TRAIN, *TINY, "--eval-iters", "0", *more, *options)
+    arguments = ("--nproc-per-node", "2", "--job-id", job, "--max-restarts", "1", *program, *OFTEN)
+    return place.launch(*arguments, *TINY, "--eval-iters", "0", *more, *options)
 
 
 def monitors(ranks: list[int]) -> list[int]:
@@ -288,9 +290,13 @@ def test_a_signal_to_every_process_of_a_step_is_the_ranks_business(place: Place)
     """SLURM sends it to NVRx's daemons, too. A monitor that is gone would be a fault of its rank."""
     launched = begin(place, "slurm")
     wait_until(lambda: "iteration" in launched.stdout, "the ranks train", within_s=90)
-    ranks = [rank["pid"] for rank in place.status("slurm")["ranks"]]
-    daemons = monitors(ranks)
-    assert len(daemons) == 2, daemons
+
+    def pids() -> list[int]:
+        found = [rank["pid"] for rank in place.status("slurm").get("ranks", []) if rank["pid"]]
+        return found if len(found) == 2 else []
+
+    ranks = wait_until(pids, "the supervisor to hear of both ranks")
+    daemons = wait_until(lambda: len(found := monitors(ranks)) == 2 and found, "a monitor for each rank")
     for pid in daemons:
         os.kill(pid, signal.SIGTERM)
     reached = launched.stdout.count("iteration")
@@ -304,11 +310,27 @@ def test_a_signal_to_every_process_of_a_step_is_the_ranks_business(place: Place)
     assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)
 
 
+COMES_BACK_LATE = """
+import os, time
+from pathlib import Path
+out = Path(os.environ["OUT"])
+if os.environ["RANK"] == "1":
+    try:
+        (out / "first").touch(exist_ok=False)
+    except FileExistsError:
+        (out / "again").touch()
+        time.sleep(600)
+from rsup.worker.reference.train import run_as_program
+run_as_program()
+"""
+
+
 @pytest.mark.timeout(240)
 def test_a_stop_during_a_restart_does_not_wait_for_a_save_that_cannot_be(place: Place) -> None:
-    launch = ("--no-standby", "--shutdown-timeout", "300")
-    launched = begin(place, "stopped", "--fault", "rank=1,iteration=12,kind=sigkill", launch=launch)
-    wait_until(lambda: "rank 1 gets a new process" in launched.stderr, "a new process imports torch", within_s=90)
+    options = ("--no-standby", "--shutdown-timeout", "300", place.script(COMES_BACK_LATE))
+    launched = begin(place, "stopped", "--fault", "rank=1,iteration=12,kind=sigkill", program=options)
+    wait_until((place.folder / "again").exists, "a new process that has yet to join", within_s=90)
+    wait_until(lambda: "rank 1 gets a new process" in launched.stderr, "the line about it")
     launched.process.send_signal(signal.SIGTERM)
     launched.ends(143)  # long before the grace is over
     lines = [line for line in launched.stderr.splitlines() if "the ranks cannot save, and are ended" in line]
@@ -318,7 +340,7 @@ def test_a_stop_during_a_restart_does_not_wait_for_a_save_that_cannot_be(place: 
 @pytest.mark.timeout(300)
 def test_a_hang_with_limits_costs_the_culprits_process_only(place: Place) -> None:
     fault = "rank=1,iteration=13,kind=gil-hang"
-    limits = ("--ft-rank-section-timeouts", "step:3,checkpointing:20")
+    limits = ("--ft-rank-section-timeouts", "step:6,checkpointing:20")
     hung = train(place, "h", 2, "--fault", fault, "--enable-ft-package", launch=limits)
     assert hung == calm_digest(place)
     status = place.status("h")

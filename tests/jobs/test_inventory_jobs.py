@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from tests.jobs.conftest import Place, wait_until
 
 SEATED = """
@@ -47,6 +49,7 @@ def events(place: Place, job: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.timeout(240)
 def test_ranks_take_listed_devices_and_a_restart_on_another_seat_is_told_so(place: Place) -> None:
     """Also where a warm standby, made for the seat before, becomes the rank."""
     path = inventory(place)
@@ -54,6 +57,7 @@ def test_ranks_take_listed_devices_and_a_restart_on_another_seat_is_told_so(plac
     options = ("--job-id", "i1", "--nproc-per-node", "2", "--max-restarts", "1", "--device-inventory", path)
     job = place.launch(*options, script, "--result-rejected-tracker-filename", tracker)
     wait_until(lambda: "2 warm standbys are ready" in str(events(place, "i1")), "standbys", 60)
+    wait_until(lambda: all((place.folder / f"seat-1-{rank}").exists() for rank in (0, 1)), "both ranks")
     assert seat(place, 1, 0) == {"uuid": "GPU-a", "model": "X1", "vbios": "1.0", "warm": False}
     (place.folder / "go").touch()
     job.ends(0)
@@ -73,6 +77,7 @@ def test_an_inventory_that_cannot_be_used_refuses_the_launch(place: Place) -> No
     assert "cannot be read: No such file" in by_variable.stderr
 
 
+@pytest.mark.timeout(240)
 def test_health_of_listed_devices_reaches_the_store(place: Place) -> None:
     """Through the same path as NVML's: what is there at the start, and what the file says later, once."""
 
@@ -82,9 +87,9 @@ def test_health_of_listed_devices_reaches_the_store(place: Place) -> None:
     waits = "import os, time\nwhile not os.path.exists(os.environ['OUT'] + '/go'): time.sleep(0.02)"
     options = ("--job-id", "i2", "--device-inventory", inventory(place, c={"xid": [79, 79], "remap_pending": True}))
     job = place.launch(*options, place.script(waits))
-    wait_until(told, "the file's health", 40)
+    wait_until(told, "the file's health")
     inventory(place, c={"xid": [79, 79, 48], "remap_pending": True}, a={"recovery_action": "reset"})
-    wait_until(lambda: len(told()) > 1, "what has changed", 40)
+    wait_until(lambda: len(told()) > 1, "what has changed")
     (place.folder / "go").touch()
     job.ends(0)
     says = ["GPU-c: remap pending, GPU-c: xid 79", "GPU-a: recovery-action reset, GPU-c: xid 48"]

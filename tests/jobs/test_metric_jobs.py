@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from tests.jobs.conftest import Place, wait_until
 
 TRAINS = """
@@ -19,12 +21,12 @@ for at in range(start, end + 1):
 if attempt == 1:
     if rank == 0:
         worker.report_checkpoint(40, out + "/c", 0.1)
-        worker.init().flush(10)
+        worker.init().flush(60)
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(600)
 if rank == 0:
     worker.resumed(40, out + "/c")
-    worker.init().flush(10)
+    worker.init().flush(60)
     open(f"{out}/reported", "w").close()
 while worker.requested_switches() != {"stragglers": True}:
     time.sleep(0.02)
@@ -33,7 +35,7 @@ if rank == 0:
     slow = [wire.Straggler(1, "", "", "step", 1.8, 0.5, "", "rank 1 is slow")]
     for at in (60, 70, 80):
         worker.report_straggler(wire.StragglerReport(at - 9, at, 2, stragglers=slow))
-    worker.init().flush(10)
+    worker.init().flush(60)
     open(f"{out}/slow", "w").close()
 while not os.path.exists(out + "/finish"):
     time.sleep(0.02)
@@ -48,6 +50,7 @@ def points(place: Place) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.timeout(240)
 def test_one_curve_over_a_restart_and_a_switch_in_a_running_job(place: Place) -> None:
     words = ("--nproc-per-node", "2", "--job-id", "m", "--max-restarts", "1")
     launched = place.launch(*words, place.script(TRAINS))
@@ -59,7 +62,12 @@ def test_one_curve_over_a_restart_and_a_switch_in_a_running_job(place: Place) ->
     answer = json.loads(place.rsup("stragglers", "m", "on", "--reason", "it is slow", "--json"))
     assert answer["verb"] == "stragglers" and "switched on" in answer["message"]
     wait_until(lambda: all((place.folder / name).exists() for name in ("saw-0", "saw-1", "slow")), "both ranks to follow")
-    found = wait_until(lambda: (now := place.status("m")["stragglers"])["episodes"] and now, "an episode")
+
+    def told() -> dict[str, Any]:
+        now: dict[str, Any] = place.status("m").get("stragglers", {})
+        return now if any(one["num_reports"] == 3 for one in now.get("episodes", [])) else {}
+
+    found = wait_until(told, "all three reports")
     (episode,) = found["episodes"]
     assert (found["switched"], episode["rank"], episode["goes_on"], episode["num_reports"]) == (True, 1, True, 3)
     (place.folder / "finish").touch()

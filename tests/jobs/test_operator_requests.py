@@ -8,8 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.jobs.conftest import RSUP, Launched, Place, wait_until
-from tests.jobs.test_plain_jobs import SLEEPS, free_port, is_alive, pids
+import pytest
+
+from rsup.launcher.stacks import process_state
+from tests.jobs.conftest import RSUP, Launched, Place, free_port, wait_until
+from tests.jobs.test_plain_jobs import SLEEPS, is_alive, pids
 
 TRAINS = """
 import os, sys, time
@@ -70,29 +73,35 @@ def place_error(place: Place, *arguments: str) -> str:
 
 def keeper_of(launched: Launched) -> int:
     """The keeper's pid: the child of the launcher that runs the keeper's module."""
+    return int(wait_until(lambda: _keeper_of(launched.pid), "the keeper"))
+
+
+def _keeper_of(launcher: int) -> int:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launched.pid and b"keeper" in (path / "cmdline").read_bytes():
+            if parent == launcher and b"keeper" in (path / "cmdline").read_bytes():
                 return int(path.name)
         except OSError:
             continue
-    raise AssertionError("no keeper")
+    return 0
 
 
 def kill_together(*pids: int) -> None:
     """As when the machine goes: nobody is left to tell of the others. Stopped first, so that no one can react."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(process_state(pid) == "T" for pid in pids), "all to stand still")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.timeout(240)
 def test_a_fenced_node_is_done_without(place: Place) -> None:
     """Takes 15 s: only then a silent node counts as lost."""
     port, script = free_port(), place.script(SLEEPS)
     common = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--job-id", "f"]
-    common += ["--rdzv-conf", "last_call_timeout=1"]
+    common += ["--rdzv-conf", "last_call_timeout=6"]
     first = place.launch(*common, "--node-rank", "0", "--max-restarts", "1", script, "300")
     second = place.launch(*common, "--node-rank", "1", "--max-restarts", "1", script, "300")
     wait_until(lambda: len(pids(place)) == 2, "both ranks")
@@ -100,8 +109,8 @@ def test_a_fenced_node_is_done_without(place: Place) -> None:
     assert "only a node that does not answer" in place_error(place, "fence", "f", node)
     kill_together(second.pid, keeper_of(second))
     wait_until(lambda: not is_alive(pids(place)[1]), "the death of the ranks with their launcher")
-    second.process.wait(10)
-    wait_until(lambda: events(place, "f", "AgentLost"), "the loss", within_s=25)
+    second.process.wait(60)
+    wait_until(lambda: events(place, "f", "AgentLost"), "the loss")
     assert "would declare dead" in place.rsup("fence", "f", node, "--dry-run")
     assert not events(place, "f", "Fence")
     place.rsup("fence", "f", node, "--reason", "it is off")
@@ -114,13 +123,14 @@ def test_a_fenced_node_is_done_without(place: Place) -> None:
     os.kill(place.supervisor_pid(), signal.SIGTERM)  # it would wait a minute for the fenced node to hear of the end
 
 
+@pytest.mark.timeout(240)
 def test_a_job_all_of_whose_processes_were_killed_ends_as_lost(place: Place) -> None:
     """Takes 20 s: that long a keeper would have had to speak for its dead agent."""
     launched = place.launch("--nproc-per-node", "1", "--max-restarts", "3", "--job-id", "k", place.script(SLEEPS), "300")
     wait_until(lambda: len(pids(place)) == 1, "the rank")
     kill_together(launched.pid, keeper_of(launched), pids(place)[0])
-    launched.process.wait(10)
-    status = wait_until(lambda: (s := place.status("k")) and s["job"]["state"] == "ended" and s, "the end", within_s=30)
+    launched.process.wait(60)
+    status = wait_until(lambda: (s := place.status("k")) and s["job"]["state"] == "ended" and s, "the end", within_s=90)
     assert status["attempts"][0]["outcome"] == "lost" and status["job"]["exit_code"] != 0
     assert "its launcher, its keeper and its ranks are gone" in status["job"]["reason"]
 
@@ -134,6 +144,6 @@ def test_a_store_that_cannot_be_used_is_said_on_the_terminal_and_in_the_story(pl
     said = [line for line in launched.stderr.splitlines() if "this job's story is kept in" in line]
     assert len(said) == 1 and str(store) in said[0] and said[0].startswith("rsup: ")
     where = said[0].partition("RSUP_DATABASE_URL=")[2]
-    wait_until(lambda: not (state / "supervisor.json").exists(), "the supervisor's end")
+    place.supervisors_end()
     story = json.loads(place.rsup("events", "d", "--json", RSUP_DATABASE_URL=where))
     assert story[0]["kind"] == "JobCreated" and [e["level"] for e in story if e["kind"] == "StoreTrouble"] == ["warning"]

@@ -37,7 +37,7 @@ def cases(place: Place, job: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(180)
 def test_all_ranks_data_is_bad_and_one_spare_decides(place: Place, inventory: str) -> None:
     """Rotation cannot tell; one rank's data fails on the spare too, which clears its board for the other: no case is open."""
-    start(place, inventory, "data", *(f"kind=nan-data,iteration=4,rank={rank}" for rank in (0, 1))).ends(17)
+    start(place, inventory, "data", *(f"kind=nan-data,iteration=4,rank={rank}" for rank in (0, 1))).ends(17, within_s=160)
     (case,) = cases(place, "data")
     assert (case["verdict"], case["accused"], len(case["placements"])) == ("application", [], 2)
     assert "GPU-c" in {move["to"] for move in case["placements"]}
@@ -49,7 +49,7 @@ def test_all_ranks_data_is_bad_and_one_spare_decides(place: Place, inventory: st
 def test_a_fault_that_follows_the_rank_accuses_no_board(place: Place, inventory: str) -> None:
     """The program of rank 1 spoils iteration 4 wherever it runs: its first board is accused and left out, its second one as
     well; then the accusation is taken back, and the job ends instead of wearing out board after board."""
-    launched = start(place, inventory, "rank", "rank=1,iteration=4,kind=nan,site=loss,repeat").ends(17)
+    launched = start(place, inventory, "rank", "rank=1,iteration=4,kind=nan,site=loss,repeat").ends(17, within_s=160)
     assert "the fault followed rank 1 from GPU-b (case rank.1-a1-i4) to GPU-c" in launched.stderr
     first, second = cases(place, "rank")
     assert (first["accused"], second["accused"]) == (["GPU-b"], ["GPU-c"])

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Place, wait_until
+from tests.jobs.conftest import Place, free_port, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +21,7 @@ def train(place: Place, job: str, *options: str, ranks: int = 2, restarts: int =
         *("--max-restarts", str(restarts), "--nproc-per-node", str(ranks), "--job-id", job, *launch, *SMALL),
         *("--save", str(place.folder / job), *options),
     )
-    launched.ends(0)
+    launched.ends(0, within_s=110)
     last = launched.stdout.strip().splitlines()[-1]
     assert last.startswith("digest ") and len(last.split()[1]) == 64
     return last
@@ -63,7 +62,7 @@ def test_a_killed_rank_changes_nothing_of_the_result(place: Place, ranks: int) -
 )
 @pytest.mark.timeout(240)
 def test_a_hang_is_found_its_stacks_are_kept_and_training_goes_on(place: Place, fault: str, section: str) -> None:
-    train(place, "h", "--enable-ft-package", "--fault", fault, launch=("--ft-rank-section-timeouts", "step:3,checkpointing:3"))
+    train(place, "h", "--enable-ft-package", "--fault", fault, launch=("--ft-rank-section-timeouts", "step:6,checkpointing:10"))
     status = place.status("h")
     assert len(status["attempts"]) == 2
     (incident,) = [i for i in status["incidents"] if i["kind"] == "hang"]
@@ -72,13 +71,14 @@ def test_a_hang_is_found_its_stacks_are_kept_and_training_goes_on(place: Place, 
     assert incident["stacks"]
 
 
+@pytest.mark.timeout(400)
 def test_the_supervisors_death_costs_nothing(place: Place) -> None:
     launched = place.launch(
         *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "600", "--save-interval", "20"),
         *("--save", str(place.folder / "s")),
     )
     for start in (10, 100, 200):
-        wait_until(lambda start=start: place.iteration_of("s") >= start, f"iteration {start}")
+        wait_until(lambda start=start: place.iteration_of("s") >= start, f"iteration {start}", 150)
         before = place.supervisor_pid()
         os.kill(before, signal.SIGKILL)
         wait_until(lambda before=before: place.supervisor_pid() != before, "another supervisor")
@@ -89,14 +89,15 @@ def test_the_supervisors_death_costs_nothing(place: Place) -> None:
     assert len({c["iteration"] for c in status["checkpoints"]}) == 30
 
 
+@pytest.mark.timeout(240)
 def test_checkpoint_and_stop_on_request(place: Place) -> None:
     launched = place.launch(
         *("--nproc-per-node", "2", "--job-id", "r", *SMALL, "--iterations", "100000", "--save-interval", "100000"),
         *("--save", str(place.folder / "r")),
     )
-    wait_until(lambda: place.iteration_of("r") >= 10, "iteration 10")
+    wait_until(lambda: place.iteration_of("r") >= 10, "iteration 10", 150)
     place.rsup("checkpoint", "r")
-    wait_until(lambda: place.status("r")["checkpoints"], "a checkpoint")
+    wait_until(lambda: place.status("r").get("checkpoints"), "a checkpoint")
     place.rsup("stop", "r")
     launched.ends(0)
     status = place.status("r")
@@ -104,10 +105,9 @@ def test_checkpoint_and_stop_on_request(place: Place) -> None:
     assert status["job"]["exit_code"] == 0
 
 
+@pytest.mark.timeout(400)
 def test_two_nodes_with_directories_of_their_own(place: Place) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     agents = []
     for node in (0, 1):
         home = place.folder / f"n{node}"
@@ -123,7 +123,7 @@ def test_two_nodes_with_directories_of_their_own(place: Place) -> None:
             )
         )
     for agent in agents:
-        agent.ends(0)
+        agent.ends(0, within_s=180)
     assert agents[0].stdout.strip().splitlines()[-1] == calm_digest(place, 2)
     status = place.rsup("status", "n2", "--json", RSUP_STATE_DIR=str(Path(place.folder, "n0", "state")))
     assert '"signal_name": "SIGKILL"' in status

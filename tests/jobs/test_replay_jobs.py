@@ -12,7 +12,7 @@ TRAIN = ("-m", "rsup.worker.reference.train", "--iterations", "6", "--save-inter
 SMALL = ("--num-layers", "1", "--hidden-size", "32", "--seq-length", "32", "--eval-iters", "0", "--global-batch-size", "8")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_failing_step_comes_again_on_the_faulty_device_alone(place: Place, own_directories: Path) -> None:
     """Verdict by rotation in iteration 2, before the first checkpoint: its step is kept, with the other device's healthy value.
     The faulty device fails at it, healthy ones pass; nobody needs to know the job's options. `rsup nodes test` does it on every

@@ -30,7 +30,7 @@ while detector.is_on or not was_on:
     iteration += 1
     rsup.worker.set_iteration(iteration)
     with rsup.worker.section("forward"):
-        until = time.perf_counter() + (0.03 if rank == 1 else 0.002)
+        until = time.perf_counter() + (0.1 if rank == 1 else 0.002)
         while time.perf_counter() < until:
             pass
     with rsup.worker.section("step"):
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_slow_rank_is_found_once_the_detector_is_switched_on(place: Place) -> None:
     launched = place.launch("--nproc-per-node", "2", "--job-id", "slow", place.script(SCRIPT))
     wait_until(lambda: place.iteration_of("slow") > 5, "the loop")

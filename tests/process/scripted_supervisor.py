@@ -38,16 +38,16 @@ class ScriptedSupervisor:
         self._sequence = 0
         self._commands: list[wire.AnyCommand] = []
 
-    def serve(self, until: Any, within_s: float = 20.0) -> None:
-        """Answer the agent until `until()` is true; fail after `within_s`."""
+    def serve(self, until: Any, within_s: float = 60.0) -> None:
+        """Answer the agent until `until()` is true; fail after `within_s`, and not before all that has come was taken."""
         deadline = time.monotonic() + within_s
         while not until():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not within {within_s} s; facts: {[type(fact).__name__ for fact in self.facts]}")
             if self._socket.poll(20):
                 self._take(self._socket.recv_multipart())
+            elif time.monotonic() > deadline:
+                raise AssertionError(f"not within {within_s} s; facts: {[type(fact).__name__ for fact in self.facts]}")
 
-    def wait_for(self, kind: type[F], count: int = 1, within_s: float = 20.0) -> F:
+    def wait_for(self, kind: type[F], count: int = 1, within_s: float = 60.0) -> F:
         """The `count`-th fact of that kind."""
         self.serve(lambda: len(self.of(kind)) >= count, within_s)
         return self.of(kind)[count - 1]

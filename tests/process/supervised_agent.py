@@ -1,5 +1,6 @@
 """An agent for tests of the supervisor process, and ways to look at that process."""
 
+import contextlib
 import os
 import secrets
 import signal
@@ -18,7 +19,7 @@ from rsup.supervisor.wire import AgentInfo, JobSpec, Order, ToAgent
 MAIN = [sys.executable, "-P", "-m", "rsup.supervisor.main"]
 
 
-def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: None, within_s: float = 15.0) -> None:
+def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: None, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -42,7 +43,8 @@ def kill_supervisors(state: Path) -> None:
         except OSError:
             continue
         if wanted in command and b"rsup.supervisor.main" in command:
-            os.kill(int(path.name), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(int(path.name), signal.SIGKILL)
             until(lambda pid=int(path.name): not running(pid))  # type: ignore[misc]
 
 
@@ -86,10 +88,16 @@ class Agent:
 
 def served(state: Path) -> places.SupervisorFile:
     """The supervisor that serves that directory now."""
-    until(lambda: read_live(state))
-    found = places.read_supervisor_file(state)
-    assert found is not None
-    return found
+    found: list[places.SupervisorFile] = []
+
+    def look() -> bool:
+        file = places.read_supervisor_file(state)
+        if file is not None and read_live(state):
+            found.append(file)
+        return bool(found)
+
+    until(look)
+    return found[0]
 
 
 def notes(state: Path) -> list[str]:

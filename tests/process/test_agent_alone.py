@@ -17,7 +17,9 @@ from rsup.supervisor import wire
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_supervisor import ScriptedSupervisor
 
-SLEEPS = "import time; time.sleep(60)"
+SLEEPS = "import time; time.sleep(600)"
+PATIENT = "import sys; from rsup.launcher import agent, cli; agent.FAREWELL_S = 30.0; sys.exit(cli.main())"
+"""A launcher whose goodbye does not depend on how soon this process acknowledges its last facts."""
 
 
 class Launch:
@@ -38,7 +40,7 @@ class Launch:
     def command(self, *words: str) -> None:
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rsup.launcher", "launch", *words],
+                [sys.executable, "-c", PATIENT, "launch", *words],
                 env=os.environ
                 | {
                     "RSUP_SUPERVISOR": self.supervisor.address,
@@ -64,14 +66,13 @@ class Launch:
         assert self.process is not None
         self.process.send_signal(signum)
 
-    def wait(self, within_s: float = 20.0) -> int:
+    def wait(self, within_s: float = 60.0) -> int:
         assert self.process is not None
         return self.process.wait(within_s)
 
     def keepers(self) -> list[int]:
         assert self.process is not None
-        found = children(self.process.pid)
-        return [pid for pid in found if b"keeper_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in children(self.process.pid) if b"keeper_process" in command_of(pid)]
 
     def left(self) -> list[Path]:
         """Files of this test's agents in the runtime directory, in shared memory and for temporary logs."""
@@ -80,9 +81,9 @@ class Launch:
 
     def nothing_left(self) -> None:
         """Fail if something is still there after a while."""
-        self.until(lambda: not self.left(), 10.0)
+        self.until(lambda: not self.left())
 
-    def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], within_s: float = 60.0) -> None:
         """Let the supervisor answer until the condition holds."""
         self.supervisor.serve(condition, within_s)
 
@@ -108,6 +109,14 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def command_of(pid: int) -> bytes:
+    """Its command line; empty if it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def test_success_and_the_result_file(launch: Launch) -> None:
     launch.go(
         "import os; open(os.environ['OUT'] + '/rank-' + os.environ['RANK'], 'w')", "--result-file", str(launch.folder / "r")
@@ -123,27 +132,32 @@ def test_success_and_the_result_file(launch: Launch) -> None:
 
 
 def test_a_killed_rank_is_told_at_once_and_a_new_attempt_replaces_all(launch: Launch) -> None:
-    launch.go("import os, sys, time\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(60)")
-    pids = launch.supervisor.start()
-    killed_at = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    fact = launch.supervisor.wait_for(wire.RankExited)
-    assert time.monotonic() - killed_at < 0.5
-    assert (fact.rank, fact.signal, fact.exit_code, fact.by_us) == (1, 9, 137, "")
-    assert alive(pids[0])
-    launch.supervisor.order(wire.StopAttempt(0, "rank 1 was killed by SIGKILL", 1, 10.0))
-    launch.supervisor.wait_for(wire.RanksGone)
-    assert not alive(pids[0])
-    assert launch.supervisor.of(wire.RankExited)[1].by_us == "rank 1 was killed by SIGKILL"
-    launch.supervisor.start(attempt=2, reason="rank 1 was killed by SIGKILL")
-    launch.supervisor.wait_for(wire.RanksGone, 2)
+    launch.go("import os, time\nif not os.path.exists(os.environ['OUT'] + '/last'): time.sleep(600)")
+    told_after_s: list[float] = []
+    while not told_after_s or (min(told_after_s) >= 0.5 and len(told_after_s) < 3):  # a busy machine may hold up one
+        attempt = len(told_after_s) + 1
+        pids = launch.supervisor.start(attempt, reason="rank 1 was killed by SIGKILL")
+        killed_at = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        fact = launch.supervisor.wait_for(wire.RankExited, 2 * attempt - 1)
+        told_after_s.append(time.monotonic() - killed_at)
+        assert (fact.rank, fact.signal, fact.exit_code, fact.by_us) == (1, 9, 137, "")
+        assert alive(pids[0])
+        launch.supervisor.order(wire.StopAttempt(0, "rank 1 was killed by SIGKILL", attempt, 10.0))
+        launch.supervisor.wait_for(wire.RanksGone, attempt)
+        assert not alive(pids[0])
+        assert launch.supervisor.of(wire.RankExited)[2 * attempt - 1].by_us == "rank 1 was killed by SIGKILL"
+    assert min(told_after_s) < 0.5
+    (launch.folder / "last").touch()
+    launch.supervisor.start(attempt + 1, reason="rank 1 was killed by SIGKILL")
+    launch.supervisor.wait_for(wire.RanksGone, attempt + 1)
     launch.supervisor.end()
     assert launch.wait() == 0
     assert "rsup: attempt 2 starts: rank 1 was killed by SIGKILL (restart 1 of 3)" in launch.err
 
 
 def test_a_failing_rank_is_reported_with_its_last_lines(launch: Launch) -> None:
-    launch.go("import os, sys\nif os.environ['RANK'] == '1': raise ValueError('no such layer')\nimport time; time.sleep(60)")
+    launch.go("import os, sys\nif os.environ['RANK'] == '1': raise ValueError('no such layer')\nimport time; time.sleep(600)")
     launch.supervisor.start()
     fact = launch.supervisor.wait_for(wire.RankExited)
     assert (fact.exit_code, fact.error) == (1, "ValueError: no such layer")
@@ -176,7 +190,7 @@ def finish(*_):
     sys.exit()
 signal.signal(signal.SIGTERM, finish)
 print(flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -209,7 +223,7 @@ def test_what_success_leaves_behind_and_had_to_be_killed_is_told(launch: Launch)
     launch.signal(signal.SIGTERM)
     launch.until(lambda: "told to stop again" in launch.err)
     launch.signal(signal.SIGTERM)
-    launch.supervisor.wait_for(wire.RanksGone, within_s=5)
+    launch.supervisor.wait_for(wire.RanksGone, within_s=8)  # without the third they had 10 s
     note = next(fact for fact in launch.supervisor.of(wire.Note) if "left behind" in fact.text)
     assert note.text == "ended 1 process that rank 0 left behind, with SIGKILL"
     launch.until(lambda: f"rsup: {note.text}" in launch.err)
@@ -221,7 +235,7 @@ def test_sigterm_is_passed_on_and_told(launch: Launch) -> None:
     launch.go(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "open(os.environ['OUT'] + '/ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)"
+        "open(os.environ['OUT'] + '/ready-' + os.environ['RANK'], 'w')\ntime.sleep(600)"
     )
     launch.supervisor.start()
     launch.until(lambda: len(list(launch.folder.glob("ready-*"))) == 2)
@@ -238,7 +252,7 @@ def test_sigterm_is_passed_on_and_told(launch: Launch) -> None:
 def test_a_third_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
     launch.go(
         "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "open(os.environ['OUT'] + '/ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)"
+        "open(os.environ['OUT'] + '/ready-' + os.environ['RANK'], 'w')\ntime.sleep(600)"
     )
     launch.supervisor.start()
     launch.until(lambda: len(list(launch.folder.glob("ready-*"))) == 2)
@@ -247,7 +261,7 @@ def test_a_third_signal_does_not_wait_for_the_grace(launch: Launch) -> None:
     launch.signal(signal.SIGINT)
     launch.until(lambda: "told to stop again; ranks are killed in 10 s" in launch.err)
     launch.signal(signal.SIGINT)
-    launch.supervisor.wait_for(wire.RanksGone, within_s=5)
+    launch.supervisor.wait_for(wire.RanksGone, within_s=8)
     assert {fact.signal for fact in launch.supervisor.of(wire.RankExited)} == {9}
     assert "exit code 130" in launch.supervisor.wait_for(wire.AgentGone).reason
     assert launch.wait() == 130
@@ -281,6 +295,10 @@ if os.environ["RANK"] == "1":
 open(os.environ["OUT"] + "/ready-" + os.environ["RANK"], "w")
 while not os.path.exists(os.environ["OUT"] + "/end"):
     rsup.worker.requested()
+    if os.environ["RANK"] == "1" and os.path.exists(os.environ["OUT"] + "/again"):
+        os.unlink(os.environ["OUT"] + "/again")
+        rsup.worker.section("step").exit()
+        rsup.worker.section("step").enter()
     time.sleep(0.05)
 """
 
@@ -288,9 +306,14 @@ while not os.path.exists(os.environ["OUT"] + "/end"):
 def test_an_expired_section_is_told_within_a_quarter_second(launch: Launch) -> None:
     launch.go(STEPS)
     pids = launch.supervisor.start(limits=wire.Limits(sections={"step": 1.0}))
-    fact = launch.supervisor.wait_for(wire.RankOverdue)
-    assert (fact.rank, fact.limit, fact.limit_s, fact.iteration, fact.calculated) == (1, "step", 1.0, 7, False)
-    assert 1.0 < fact.age_s < 1.3
+    ages_s: list[float] = []
+    while not ages_s or (min(ages_s) >= 1.3 and len(ages_s) < 3):  # a busy machine may hold up one
+        if ages_s:
+            (launch.folder / "again").touch()
+        fact = launch.supervisor.wait_for(wire.RankOverdue, len(ages_s) + 1)
+        assert (fact.rank, fact.limit, fact.limit_s, fact.iteration, fact.calculated) == (1, "step", 1.0, 7, False)
+        ages_s.append(fact.age_s)
+    assert 1.0 < min(ages_s) < 1.3
     launch.supervisor.order(wire.TakeStacks(0, "rank 1 is overdue", 1, 8.0))
     stacks = launch.supervisor.wait_for(wire.StacksTaken).stacks
     assert [(stack.rank, stack.pid) for stack in stacks] == list(enumerate(pids))
@@ -304,23 +327,26 @@ def test_an_expired_section_is_told_within_a_quarter_second(launch: Launch) -> N
 
 
 def test_agent_and_ranks_suspended_together_for_ten_times_the_limit(launch: Launch) -> None:
-    launch.go(STEPS)
+    launch.go("import os, time\nwhile not os.path.exists(os.environ['OUT'] + '/go'): time.sleep(0.02)\n" + STEPS)
     pids = launch.supervisor.start(limits=wire.Limits(sections={"step": 0.8, "setup": 0.8}))
     assert launch.process is not None
-    launch.until((launch.folder / "ready-1").exists)
     group = [launch.process.pid, *pids]
-    for pid in group:
+    os.kill(group[0], signal.SIGSTOP)
+    (launch.folder / "go").touch()  # not before: between the section's begin and the stop, its limit could pass
+    launch.until((launch.folder / "ready-1").exists)
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     suspended_at = time.monotonic()
     launch.until(lambda: time.monotonic() - suspended_at > 8.0)
     assert not launch.supervisor.of(wire.RankOverdue)
+    num_before = len(launch.supervisor.facts)
     for pid in reversed(group):
         os.kill(pid, signal.SIGCONT)
-    launch.until(lambda: bool(launch.supervisor.of(wire.Note)))
-    assert "did not run for" in launch.supervisor.of(wire.Note)[0].text
-    assert not launch.supervisor.of(wire.RankOverdue)
     overdue = launch.supervisor.wait_for(wire.RankOverdue)
-    assert overdue.age_s < 2.0
+    told = launch.supervisor.facts[num_before:]
+    note = next(fact for fact in told if isinstance(fact, wire.Note))
+    assert "did not run for" in note.text and told.index(note) < told.index(overdue)
+    assert overdue.age_s < 8.0
     (launch.folder / "end").touch()
     launch.supervisor.wait_for(wire.RanksGone)
     launch.supervisor.end()
@@ -339,7 +365,7 @@ def test_requests_and_limits_reach_the_ranks(launch: Launch) -> None:
     )
     launch.supervisor.start(limits=wire.Limits(heartbeat_s=99))
     launch.until(lambda: bool(launch.supervisor.beats) and launch.supervisor.beats[0].iteration == 3)
-    launch.supervisor.order(wire.StopTraining(0, "rsup stop", "q1", 20.0))
+    launch.supervisor.order(wire.StopTraining(0, "rsup stop", "q1", 60.0))
     assert launch.supervisor.wait_for(wire.RequestDone) == wire.RequestDone(
         launch.supervisor.of(wire.RequestDone)[0].at_us, "q1", True
     )
@@ -353,13 +379,13 @@ def test_requests_and_limits_reach_the_ranks(launch: Launch) -> None:
 
 def test_a_silent_supervisor_after_a_failure_ends_in_88(launch: Launch) -> None:
     launch.go(
-        "import os, time\nif os.environ['RANK'] == '0': time.sleep(60)\ntime.sleep(1)\nraise SystemExit(3)",
+        "import os, time\nif os.environ['RANK'] == '0': time.sleep(600)\ntime.sleep(1)\nraise SystemExit(3)",
         "--supervisor-grace",
-        "2",
+        "5",
     )
     pids = launch.supervisor.start()
     launch.supervisor.answers = False
-    assert launch.wait(30) == 88
+    assert launch.wait() == 88
     assert not any(alive(pid) for pid in pids)
     assert "requeue" in launch.err and "goes on telling it for 300 s" in launch.err
     assert json.loads((launch.folder / "state/jobs/job.1/result.json").read_text())["exit_code"] == 88
@@ -372,10 +398,10 @@ def test_a_silent_supervisor_after_a_failure_ends_in_88(launch: Launch) -> None:
 
 
 def test_success_with_a_silent_supervisor_is_success(launch: Launch) -> None:
-    launch.go("import time; time.sleep(1)", "--supervisor-grace", "2")
+    launch.go("import time; time.sleep(1)", "--supervisor-grace", "5")
     launch.supervisor.start()
     launch.supervisor.answers = False
-    assert launch.wait(30) == 0
+    assert launch.wait() == 0
     launch.supervisor.answers = True
     assert "left: exit code 0" in launch.supervisor.wait_for(wire.AgentGone).reason
     assert [fact.exit_code for fact in launch.supervisor.of(wire.RankExited)] == [0, 0]
@@ -389,9 +415,10 @@ def test_the_agents_death_takes_its_ranks_along(launch: Launch) -> None:
     (keeper,) = launch.keepers()
     launch.signal(signal.SIGKILL)
     launch.wait()
-    gone_by = time.monotonic() + 2.0
+    gone_by = time.monotonic() + 20.0
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < gone_by
+        time.sleep(0.01)
     assert "ended without a word" in launch.supervisor.wait_for(wire.AgentGone).reason
     launch.until(lambda: not alive(keeper))
     launch.nothing_left()
@@ -401,10 +428,11 @@ def test_agent_and_keeper_killed_together(launch: Launch) -> None:
     launch.go(SLEEPS)
     pids = launch.supervisor.start()
     assert launch.process is not None
+    launch.signal(signal.SIGSTOP)  # else it could start another keeper in between
     for pid in (*launch.keepers(), launch.process.pid):
         os.kill(pid, signal.SIGKILL)
     launch.wait()
-    launch.until(lambda: not any(map(alive, pids)), 2.0)
+    launch.until(lambda: not any(map(alive, pids)), 20.0)
     left = {path.suffix for path in launch.left()}
     assert left == {".spool", ".keeper", ".ranks", ".stacks", ".logs", ".ft", ""}
     launch.supervisor.close()
@@ -418,14 +446,14 @@ def test_agent_and_keeper_killed_together(launch: Launch) -> None:
 
 
 def test_a_suspended_agent_is_fenced_though_a_message_waits_for_it(launch: Launch) -> None:
-    launch.go(STEPS, "--fence-timeout", "3")
+    launch.go(STEPS, "--fence-timeout", "6")
     pids = launch.supervisor.start()
     assert launch.process is not None
     launch.until((launch.folder / "ready-1").exists)
     for pid in (launch.process.pid, *pids):
         os.kill(pid, signal.SIGSTOP)
     suspended_at = time.monotonic()
-    launch.until(lambda: time.monotonic() - suspended_at > 4.0)
+    launch.until(lambda: time.monotonic() - suspended_at > 7.0)
     launch.supervisor.order(wire.SetLimits(0, "it waits in the socket", wire.Limits()))
     launch.signal(signal.SIGCONT)
     launch.supervisor.wait_for(wire.RanksGone)
@@ -439,7 +467,7 @@ def test_the_keepers_death_costs_nothing(launch: Launch) -> None:
     launch.go("import os, time\nwhile not os.path.exists(os.environ['OUT'] + '/end'): time.sleep(0.05)")
     launch.supervisor.start()
     os.kill(launch.keepers()[0], signal.SIGKILL)
-    assert "keeper" in launch.supervisor.wait_for(wire.Note).text
+    launch.until(lambda: any("keeper" in note.text for note in launch.supervisor.of(wire.Note)))
     (launch.folder / "end").touch()
     launch.supervisor.wait_for(wire.RanksGone)
     launch.supervisor.end()
@@ -497,6 +525,6 @@ def test_a_required_supervisor_that_is_absent(own_directories: Path) -> None:
     script.write_text("")
     words = ["--supervisor", f"ipc://{own_directories}/nobody", "--require-supervisor", str(script)]
     impatient = "import sys; from rsup.launcher import cli, decider; decider.FALLBACK_AFTER_S = 2.0; sys.exit(cli.main())"
-    done = subprocess.run([sys.executable, "-c", impatient, "launch", *words], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", impatient, "launch", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 75
     assert "did not answer" in done.stderr and done.stderr.count("\n") == 1

@@ -17,7 +17,7 @@ from rsup.launcher.process_state import AgentState, Phase, Rank, Settings
 from rsup.supervisor import heartbeat_board, wire
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_agent_alone import Launch, alive, children, launch
+from test_agent_alone import Launch, alive, children, command_of, launch
 
 __all__ = ["launch"]
 
@@ -33,13 +33,13 @@ def leave_behind():
     "A child, a daemon in a session of its own, and one with an empty environment under a child: their pids."
     read, write = os.pipe()
     worker = "import os, subprocess, sys; os.write(%d, b'%%d\\\\n' %% subprocess.Popen("
-    worker += "['sleep', '60'], env={}, start_new_session=True).pid); os.system('sleep 60')"
+    worker += "['sleep', '600'], env={}, start_new_session=True).pid); os.system('sleep 600')"
     child = subprocess.Popen([sys.executable, "-c", worker % write], pass_fds=[write])
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             os.write(write, b"%d\\n" % os.getpid())
-            os.execvp("sleep", ["sleep", "60"])
+            os.execvp("sleep", ["sleep", "600"])
         os._exit(0)
     lines = b""
     while lines.count(b"\\n") < 2:
@@ -59,7 +59,7 @@ tell("start", pid=os.getpid(), join=join, left=left, port=os.environ["MASTER_POR
      errors=os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]))
 with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
     file.write("{}")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -86,31 +86,39 @@ def all_dead(launch: Launch, *pids: int) -> None:
     launch.until(lambda: not any(alive(pid) for pid in pids))
 
 
+def in_log(launch: Launch, text: str) -> Path:
+    """The file with the output of rank 1, once it has that."""
+    launch.until(lambda: any(text in path.read_text() for path in launch.folder.glob("logs/*/attempt_0/1/stdout.log")))
+    (log,) = launch.folder.glob("logs/*/attempt_0/1/stdout.log")
+    return log
+
+
 def test_a_dead_rank_alone_gets_a_new_process(launch: Launch) -> None:
     """P28: whichever rank dies, also rank 0 might have, its siblings keep their processes and are told at once."""
     launch.go(RANK, "--log-dir", str(launch.folder / "logs"), "--redirects", "3")
     supervisor = launch.supervisor
     pids = supervisor.start()
     sibling, first = started(launch, 0, 1), started(launch, 1, 1)
+    in_log(launch, "output of process 0")
     os.kill(pids[1], signal.SIGKILL)
     supervisor.wait_for(wire.RankExited)
     supervisor.order(restart(1))
     second = started(launch, 1, 2)
-    assert not any(map(alive, first["left"])), "what a dead rank left behind is gone before its place is taken"
+    all_dead(launch, *first["left"])  # they were killed before its place was taken
     assert all(map(alive, [pids[0], *sibling["left"]]))
     assert second == first | {"pid": second["pid"], "join": "1", "left": second["left"]}
     launch.until(lambda: lines(launch, "peers-0") == [{"gone": [1], "deaths": [1], "failed": [1], "entry": 0}])
     launch.until(lambda: [beat.pid for beat in supervisor.beats] == [pids[0], second["pid"]])
 
+    in_log(launch, "output of process 1")
     supervisor.order(wire.EndRanks(0, "rank 1 hangs", 1, [1]))
     fact = supervisor.wait_for(wire.RankExited, 2)
     assert (fact.rank, fact.signal, fact.by_us) == (1, 9, "rank 1 hangs")
     supervisor.order(restart(2))
     third = started(launch, 1, 3)
-    assert third["join"] == "2" and not any(map(alive, second["left"]))
-    (log,) = launch.folder.glob("logs/*/attempt_0/1/stdout.log")
-    launch.until(lambda: "output of process 2" in log.read_text())
-    words = [line for line in log.read_text().splitlines() if line]
+    assert third["join"] == "2"
+    all_dead(launch, *second["left"])
+    words = [line for line in in_log(launch, "output of process 2").read_text().splitlines() if line]
     assert words == [
         "output of process 0",
         "[rsup: process 2 of this rank in attempt 1 begins here]",
@@ -125,7 +133,7 @@ def test_a_dead_rank_alone_gets_a_new_process(launch: Launch) -> None:
     os.kill(third["pid"], signal.SIGKILL)
     supervisor.wait_for(wire.RankExited, 3)
     supervisor.order(restart(3), wire.StopAttempt(0, "it does not help", 1, 5.0))  # while the next one is being started
-    supervisor.wait_for(wire.RanksGone, within_s=30.0)
+    supervisor.wait_for(wire.RanksGone)
     assert [fact.by_us for fact in supervisor.of(wire.RankExited)[3:]] == ["it does not help"] * 2
     assert not any(map(alive, [*sibling["left"], *third["left"], pids[0]]))
     supervisor.end(1, "over")
@@ -148,7 +156,7 @@ rsup.worker.set_iteration(3)
 session.send(wire.RankEntered(1))
 with open(f"{out}/start-{os.environ['RANK']}", "a") as file:
     file.write('{"pid": %d, "join": "%s"}\\n' % (os.getpid(), os.environ.get("RSUP_JOIN", "")))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -165,8 +173,8 @@ def test_a_dead_rank_takes_over_its_warm_standby_and_another_is_made(launch: Lau
 
     def standbys() -> set[int]:
         assert launch.process is not None
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(launch.process.pid)}
-        return {pid for pid, command in commands.items() if b"standby_process" in command} - {*pids, *taken}
+        found = {pid for pid in children(launch.process.pid) if b"standby_process" in command_of(pid)}
+        return found - {*pids, *taken}
 
     def are_ready() -> bool:
         notes = launch.supervisor.of(wire.Note)
@@ -210,10 +218,11 @@ def test_the_agents_death_takes_new_processes_with_it(launch: Launch) -> None:
 
 def test_a_process_that_cannot_be_started_is_told_as_one_that_ended(launch: Launch) -> None:
     program = launch.folder / "program"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.write_text('#!/bin/sh\n: > "$OUT/ready-$RANK"\nexec sleep 600\n')
     program.chmod(0o755)
     launch.command("--nproc-per-node", "2", "--no-python", str(program))
     pids = launch.supervisor.start()
+    launch.until(lambda: len(list(launch.folder.glob("ready-*"))) == 2)  # a shell opens its script after its start
     program.unlink()
     os.kill(pids[1], signal.SIGKILL)
     launch.supervisor.wait_for(wire.RankExited)
@@ -257,8 +266,8 @@ def test_a_new_process_is_watched_as_a_newcomer(reader: BoardReader) -> None:
     served.take_over(11, 1)
     for field, value in ((heartbeat_board.CALLS, 1), (heartbeat_board.ITERATION, 5), (heartbeat_board.MAIN_NS, now_ns)):
         served.set(field, value)
-    group = SimpleNamespace(start=SimpleNamespace(attempt=1), started_ns=[now_ns - 10**9])
-    limits = wire.Limits(sections={"step": 1e-6}, startup_s=0.5)
+    group = SimpleNamespace(start=SimpleNamespace(attempt=1), started_ns=[now_ns - 61 * 10**9])
+    limits = wire.Limits(sections={"step": 1e-6}, startup_s=60.0)
     state = AgentState(Settings(), Phase.RUNNING, 0.0, 0.0, ranks=(Rank(0, 11),), limits=limits)
 
     def look(state: AgentState) -> list[tuple[str, int]]:
@@ -274,7 +283,7 @@ def test_a_new_process_is_watched_as_a_newcomer(reader: BoardReader) -> None:
     assert look(fresh) == []
     assert [(beat.pid, beat.iteration, beat.open_sections) for beat in reader.beats()] == [(12, 0, [])]
     assert reader.last_words(cast(Any, group), 0) == (0, "")
-    group.started_ns = [now_ns - 10**9]
+    group.started_ns = [now_ns - 61 * 10**9]
     assert look(fresh) == [("startup", 0)]
     served.take_over(12, 1)
     served.set(heartbeat_board.CALLS, 1)

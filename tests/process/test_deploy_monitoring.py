@@ -77,11 +77,11 @@ def known(own_directories: Path) -> Known:
             found = served(state)
             token = (state / "token").read_text().strip()
             request = urllib.request.Request(f"{found.rest}/metrics", headers={"Authorization": f"Bearer {token}"})
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 text = answer.read().decode()
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
     row: Any = {"cluster": "c", "owner": "ann", "job_id": "7", "run": 1}
     families = [*metrics.job_metrics([JOB], {"c/ann/7.1": [0.5]}), *metrics.training_metrics([(row, a_training())])]
     families += metrics_of(a_slurm_status(), a_slurm_count(), 2_000_000)

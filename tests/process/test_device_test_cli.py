@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # each test starts processes that import torch, one by one
+
 TEST = [sys.executable, "-W", "ignore", "-m", "rsup.launcher", "devices", "test"]
 
 
@@ -26,7 +28,7 @@ def inventory(own_directories: Path, own: str) -> str:
 
 
 def screen(*words: str, **extra: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*TEST, *words], env=os.environ | extra, capture_output=True, text=True, timeout=110)
+    return subprocess.run([*TEST, *words], env=os.environ | extra, capture_output=True, text=True, timeout=280)
 
 
 def reports(done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ def printed(
         pipes = logs.open_rank(2, local_rank, rank)
         os.write(pipes.stdout_fd, data)
         pipes.close_writer_ends()
-    assert logs.drain(2, 10)
+    assert logs.drain(2, 60)
     if say:
         logs.say(say)
     notes = logs.take_notes()
@@ -63,7 +63,7 @@ def test_an_unfinished_line_is_one_object(tmp_path: Path) -> None:
     time.sleep(0.5)  # longer than a text console waits for the rest
     os.write(pipes.stdout_fd, b"and ended\n")
     pipes.close_writer_ends()
-    assert logs.drain(1, 10)
+    assert logs.drain(1, 60)
     logs.close()
     assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["begun and ended"]
 
@@ -106,16 +106,17 @@ class FailingTarget:
         self.full = True
 
 
-def test_a_full_disk_is_said_once_and_the_gap_is_marked() -> None:
+def test_a_full_disk_is_said_once_and_the_gap_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsup.launcher.log_sinks.LAST_WRITE_S", 60.0)
     said: list[str] = []
     sink = Sink("files", 1.0, said.append)
     first, second = FailingTarget("first"), FailingTarget("second")
     for target in (first, second, first):
         sink.put(target, b"lost line\n")
-        assert sink.flush(time.monotonic() + 10)
+        assert sink.flush(time.monotonic() + 60)
     first.full = False
     sink.put(first, b"kept\n")
-    assert sink.flush(time.monotonic() + 10)
+    assert sink.flush(time.monotonic() + 60)
     assert first.data == b"\n[rsup: 20 bytes of output were lost here]\nkept\n"
     assert len(said) == 1 and "first" in said[0] and "No space left" in said[0]
     assert sink.lost_bytes == 30
@@ -140,7 +141,7 @@ def test_a_temporary_tree_with_traces_stays(monkeypatch: pytest.MonkeyPatch, tmp
             if attempt == 1:
                 Path(f"{pipes.environment[VARIABLES[0]]}{local_rank}").write_bytes(b"trace")
             pipes.close_writer_ends()
-        assert logs.drain(attempt, 10)
+        assert logs.drain(attempt, 60)
     notes = logs.take_notes()
     assert len(notes) == 1 and "attempt 1" in notes[0] and f"{logs.run_dir}/attempt_0/nccl_trace_rank_0" in notes[0]
     logs.close(success=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from rsup.launcher import route as route_module
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.route import Route, choose_route, reachable_host, why_silent
 from rsup.supervisor.wire import UsageError
@@ -70,19 +71,24 @@ def test_several_nodes_need_a_place_to_meet(tmp_path: Path) -> None:
         choose_route(LaunchOptions("x.py", state_dir=tmp_path, max_nodes=2))
 
 
-def test_why_nobody_answers(port: int) -> None:
-    assert "has no address here" in why_silent(UNKNOWN, port)
-    assert "the first node of this step has not come so far" in why_silent("127.0.0.1", port, in_step=True)
-    assert "nothing listens" in why_silent("127.0.0.1", port) and "--node-rank 0" in why_silent("127.0.0.1", port)
+def test_why_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # held, so that nobody else listens there meanwhile
+        port = silent.getsockname()[1]
+        assert "has no address here" in why_silent(UNKNOWN, port)
+        assert "the first node of this step has not come so far" in why_silent("127.0.0.1", port, in_step=True)
+        assert "nothing listens" in why_silent("127.0.0.1", port) and "--node-rank 0" in why_silent("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0)) as other:
         said = why_silent("127.0.0.1", other.getsockname()[1])
     assert "something accepts connections there, but is no rsup supervisor, or one that hangs: process" in said
+    monkeypatch.setattr(route_module, "_CONNECT_WITHIN_S", 30.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         said = why_silent("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"))
     assert "speaks ZeroMQ" in said and "--key-file" in said
 
 
-def test_who_answers_in_another_way_is_no_supervisor() -> None:
+def test_who_answers_in_another_way_is_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_module, "_CONNECT_WITHIN_S", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         thread = threading.Thread(target=lambda: other.accept()[0].close())
         thread.start()

@@ -32,7 +32,7 @@ while not os.path.exists("end"): time.sleep(0.02)
 """
 
 
-def until(condition: Callable[[], object], within_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "not in time"
@@ -91,7 +91,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     made: list[Launch] = []
 
     def start(script: str, *options: str, **env: str) -> Launch:
-        made.append(Launch(tmp_path, script, *options, **env))
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Launch(folder, script, *options, **env))
         return made[-1]
 
     yield start
@@ -108,7 +110,7 @@ def test_signals_reach_the_training_behind_a_shell_and_it_goes_on(launch: Callab
         one.process.send_signal(signum)
     until(lambda: one.has("usr1") and one.has("rt3") and "SIGXCPU" in one.said)
     (one.folder / "end").touch()
-    assert one.process.wait(30) == 0, one.said
+    assert one.process.wait(60) == 0, one.said
     assert one.said.count("rsup: SIGUSR1 passed on to all 2 ranks; training goes on\n") == 1
     assert "rsup: SIGRTMIN+3 passed on to all 2 ranks; training goes on\n" in one.said
     assert "rsup: SIGXCPU was not passed on: no rank has a handler for it; training goes on\n" in one.said
@@ -128,18 +130,22 @@ def test_the_training_behind_a_shell_has_the_grace_too(launch: Callable[..., Lau
         SAVES_FOR="1.5",
     )
     one.process.terminate()
-    assert one.process.wait(50) == 143, one.said
+    assert one.process.wait(90) == 143, one.said
     assert one.has("saved")
 
 
 def test_the_schedulers_end_shortens_a_grace_and_is_said(launch: Callable[..., Launch]) -> None:
-    end_s = int(time.time()) + 9
-    one = launch("rank.py", "--deadline-margin", "4", SLURM_JOB_END_TIME=str(end_s), SAVES_FOR="600")
+    for ahead_s in (13, 60):  # the end is counted from the launch on: the later one for a machine on which that takes long
+        end_s = int(time.time()) + ahead_s
+        options = ("--deadline-margin", "4", "--signal-grace", "TERM=300")
+        one = launch("rank.py", *options, SLURM_JOB_END_TIME=str(end_s), SAVES_FOR="600")
+        if time.time() < end_s - 8:
+            break
+        one.process.kill()
     one.process.terminate()
-    assert one.process.wait(50) == 143, one.said
-    assert time.time() < end_s + 3
+    assert one.process.wait(100) == 143, one.said
     assert one.has("told") and not one.has("saved")
-    assert "rsup: the scheduler ends the job in " in one.said and " s instead of 30 s\n" in one.said
+    assert "rsup: the scheduler ends the job in " in one.said and " s instead of 300 s\n" in one.said
 
 
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launch: Callable[..., Launch]) -> None:
@@ -150,7 +156,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launch: Callable[..., Laun
     one.process.send_signal(signal.SIGCONT)
     until(lambda: one.states() and "T" not in one.states())
     (one.folder / "end").touch()
-    assert one.process.wait(30) == 0, one.said
+    assert one.process.wait(60) == 0, one.said
 
 
 def test_a_signal_that_the_program_around_us_uses_is_left_to_it() -> None:

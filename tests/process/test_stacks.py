@@ -41,7 +41,7 @@ def start() -> Iterator[Callable[..., int]]:
         process.communicate()
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up, "condition not met in time"
@@ -52,13 +52,13 @@ def test_hung_and_stopped_ranks_in_the_order_asked(start: Callable[..., int]) ->
     hung, stopped = start(HUNG + RUN), start(HUNG + RUN)
     os.kill(stopped, signal.SIGSTOP)
     wait_for(lambda: process_state(stopped) == "T")
-    first, second = take_stacks([(5, stopped, 7), (4, hung, 8)])
+    first, second = take_stacks([(5, stopped, 7), (4, hung, 8)], within_s=60)
     assert (first.rank, first.pid, first.iteration, first.process_state) == (5, stopped, 7, "T")
     assert (second.rank, second.pid, second.iteration) == (4, hung, 8)
     for taken in (first, second):
         assert taken.source == "py-spy" and "all_reduce_for_ever" in taken.text
     assert process_state(stopped) == "T", "it must stay as it was"
-    assert process_state(hung) in "SR"
+    wait_for(lambda: process_state(hung) in ("S", "R"))
 
 
 def test_a_process_that_has_ended() -> None:
@@ -82,9 +82,10 @@ def test_faulthandler_where_tracing_is_refused(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy_that(tmp_path, monkeypatch, REFUSED)
+    monkeypatch.setattr(stacks, "POLL_S", 0.5)  # it takes what has not grown for so long for the whole
     pid = start(REGISTER + HUNG + RUN, RSUP_STACKS_DIR=str(tmp_path))
     for _ in range(2):
-        (taken,) = take_stacks([(3, pid, 0)])
+        (taken,) = take_stacks([(3, pid, 0)], within_s=60)
         assert taken.source == "faulthandler"
         assert taken.text.count("all_reduce_for_ever") == 1
 
@@ -94,10 +95,10 @@ def test_a_rank_without_faulthandler_is_not_killed_by_asking(
 ) -> None:
     spy_that(tmp_path, monkeypatch, REFUSED)
     pid = start(HUNG + RUN, RSUP_STACKS_DIR=str(tmp_path))
-    (taken,) = take_stacks([(3, pid, 0)])
+    (taken,) = take_stacks([(3, pid, 0)], within_s=60)
     assert taken.source == "none"
     assert "Operation not permitted" in taken.text and "no faulthandler" in taken.text
-    assert process_state(pid) in "SR"
+    wait_for(lambda: process_state(pid) in ("S", "R"))
 
 
 def test_a_wedged_spy_costs_no_more_than_its_time(
@@ -106,9 +107,9 @@ def test_a_wedged_spy_costs_no_more_than_its_time(
     spy_that(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     pid = start(REGISTER + HUNG + RUN, RSUP_STACKS_DIR=str(tmp_path))
     started = time.monotonic()
-    (first, *others) = take_stacks([(3, pid, 0), *((rank, pid, 0) for rank in range(4, 10))], within_s=1.0, parallel=4)
-    assert time.monotonic() - started < 2.5
+    (first, *others) = take_stacks([(3, pid, 0), *((rank, pid, 0) for rank in range(4, 10))], within_s=8.0, parallel=4)
+    assert time.monotonic() - started < 15, "less than two turns of those that are asked at once"
     assert first.source == "faulthandler"
     assert all("did not answer" in taken.text or "no time" in taken.text for taken in others)
     for spy in (tmp_path / "pids").read_text().split():
-        assert process_state(int(spy)) == ""
+        wait_for(lambda spy=spy: process_state(int(spy)) in ("", "Z"))  # type: ignore[misc]

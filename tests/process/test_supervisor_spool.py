@@ -60,7 +60,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_next_owner_finds_everything_after_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "spool"
-    done = subprocess.run([sys.executable, "-c", WRITER, str(path)], timeout=30)
+    done = subprocess.run([sys.executable, "-c", WRITER, str(path)], timeout=90)
     assert done.returncode == -signal.SIGKILL
     spool = Spool(path)
     assert texts(spool) == [(i + 1, f"fact {i}") for i in range(1000)]
@@ -141,7 +141,7 @@ assert not spool.file_error
 def test_a_full_disk_loses_nothing_and_is_made_up_for(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     path = tmp_path / "spool"
-    subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True, timeout=90)
     found = [fact.attempt for _, fact in Spool(path).pending() if isinstance(fact, RanksGone)]
     assert found == list(range(101))
 

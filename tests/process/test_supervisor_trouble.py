@@ -57,7 +57,7 @@ def test_an_unusable_store_does_not_stop_a_launch(state: Path, kind: str) -> Non
 @pytest.mark.parametrize("kind", ["damaged", "newer"])
 def test_serve_says_why_it_cannot_use_the_store(state: Path, kind: str) -> None:
     says = make_trouble(state, kind)
-    done = subprocess.run([*MAIN, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*MAIN, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
     assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
 
@@ -66,11 +66,11 @@ def test_serve_says_why_it_cannot_use_the_store(state: Path, kind: str) -> None:
 def small_disk(state: Path) -> Iterator[Path]:
     """The state directory on a file system of its own, of 4 MiB."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(state)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=10).returncode:
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=60).returncode:
         pytest.skip("mounting a tmpfs needs root and CAP_SYS_ADMIN")
     yield state
     kill_supervisors(state)
-    subprocess.run(["umount", "--lazy", str(state)], check=True, timeout=10)
+    subprocess.run(["umount", "--lazy", str(state)], check=True, timeout=60)
 
 
 def fill(state: Path) -> Path:
@@ -90,7 +90,7 @@ def test_a_disk_that_cannot_be_written_does_not_stop_a_launch(small_disk: Path, 
     if kind == "full":
         fill(small_disk)
     else:
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=10)
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=60)
     agent = Agent(small_disk)
     until(lambda: agent.first(Welcome), agent.turn)
     welcome = agent.first(Welcome)
@@ -143,9 +143,10 @@ def test_a_disk_that_fills_up_loses_nothing(small_disk: Path) -> None:
         agent.spool.append(Note(0, "info", text))
     until(lambda: "training goes on" in _log_text(small_disk), agent.turn)
     until(lambda: not agent.first(Refusal), agent.turn)
-    assert agent.client.connected and len(agent.spool)
+    until(lambda: agent.client.connected, agent.turn)
+    assert len(agent.spool)
     filler.unlink()
-    until(lambda: not len(agent.spool), agent.turn, within_s=30)
+    until(lambda: not len(agent.spool), agent.turn, within_s=60)
     assert notes(small_disk) == expected
     agent.close()
 
@@ -173,15 +174,15 @@ def test_a_store_that_another_process_holds_refuses_new_jobs_but_not_running_one
         runs = Agent(state)
         runs.client.send_report(3, 0, attempt=2)
         until(
-            lambda: new.first(Refusal), lambda: (new.client.send_report(0, 0, attempt=0), _poll(new), _poll(runs)), within_s=30
+            lambda: new.first(Refusal), lambda: (new.client.send_report(0, 0, attempt=0), _poll(new), _poll(runs)), within_s=60
         )
         refusal = new.first(Refusal)
         assert isinstance(refusal, Refusal) and f"pid {holder.pid}" in refusal.message
         assert not runs.messages
         assert holder.stdin is not None
         holder.stdin.close()
-        holder.wait(10)
-    until(lambda: runs.first(Welcome), runs.turn, within_s=30)
+        holder.wait(60)
+    until(lambda: runs.first(Welcome), runs.turn, within_s=60)
     new.close()
     runs.close()
 

@@ -19,6 +19,10 @@ import pytest
 RSUP = [sys.executable, "-m", "rsup.launcher", "launch", "--nproc-per-node"]
 
 
+def set_columns(fd: int, columns: int) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+
+
 class Screen:
     """Somebody at a terminal of 100 columns."""
 
@@ -30,20 +34,20 @@ class Screen:
             command = ["bash", "-mc", shell, "bash", *command]
         self.pid, self.fd = pty.fork()
         if not self.pid:  # pragma: no cover
+            set_columns(0, 100)
             if tostop:
                 mode = termios.tcgetattr(0)
                 mode[3] |= termios.TOSTOP
                 termios.tcsetattr(0, termios.TCSANOW, mode)
             os.execvp(command[0], command)
-        self.resize(100)
 
     def resize(self, columns: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        set_columns(self.fd, columns)
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def wait_for(self, pattern: str, within_s: float = 40.0) -> "re.Match[str]":
+    def wait_for(self, pattern: str, within_s: float = 60.0) -> "re.Match[str]":
         """Read the screen until it shows that, and return the match."""
         give_up = time.monotonic() + within_s
         while True:
@@ -179,10 +183,15 @@ def test_a_progress_bar_is_drawn_as_it_comes(screens: list[Screen], own_director
 
 
 def test_a_killed_rank_leaves_no_terminal_without_echo(screens: list[Screen], own_directories: Path) -> None:
-    text = "import os, tty\ntty.setraw(0)\nprint('raw', flush=True)\nos.kill(os.getpid(), 9)\n"
+    go = own_directories / "go"
+    text = (
+        f"import os, time, tty\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "tty.setraw(0)\nprint('raw', flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
     screen = Screen("1", script(own_directories, text))
     screens.append(screen)
     before = termios.tcgetattr(screen.fd)[:4]
+    go.touch()
     assert screen.ends() == 137 and "raw" in screen.text
     assert termios.tcgetattr(screen.fd)[:4] == before
 
@@ -198,7 +207,7 @@ def test_a_stopped_screen_stops_no_training(screens: list[Screen], own_directori
     screen.wait_for("ready")
     screen.type("\x13")
     screen.type("go\r")
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while not done.exists():
         assert time.monotonic() < give_up, "the rank waits for the screen"
         time.sleep(0.02)
@@ -243,7 +252,7 @@ def test_a_restart_gets_the_terminal_as_it_was(screens: list[Screen], own_direct
     screens.append(screen)
     screen.wait_for(r"again\? ")
     assert len(re.findall(r"echo True \[True, True, True\]", screen.text)) == 2
-    assert "killed by SIGKILL (restart 1 of 1)" in screen.text
+    screen.wait_for(re.escape("killed by SIGKILL (restart 1 of 1)"))
     screen.type("yes\r")
     screen.wait_for("said yes")
     assert screen.ends() == 0

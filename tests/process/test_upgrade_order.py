@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +25,7 @@ import pytest
 
 from rsup.supervisor import places
 from rsup.supervisor.wire import OLDEST_WIRE_VERSION, RELEASE, WIRE_VERSION
-from tests.jobs.conftest import wait_until
+from tests.jobs.conftest import free_port, wait_until
 from tests.process.supervised_agent import running
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +98,7 @@ class Site:
     def refuses_newer_store(self, python: str) -> None:
         """The older release does not touch a store that was upgraded: one line, and it ends."""
         process = self.start(python, "serve", "--listen", "127.0.0.1:0")
-        assert process.wait(30) == 1 and "newer than this release's" in self.errors(process)
+        assert process.wait(60) == 1 and "newer than this release's" in self.errors(process)
 
     def launch(self, python: str, node: int, *words: str) -> "subprocess.Popen[str]":
         """An agent of that interpreter's release, in directories of its own, as on another host."""
@@ -117,7 +116,7 @@ class Site:
     def ask(self, *words: str) -> str:
         """What a command of this release answers."""
         command = [sys.executable, "-P", "-m", "rsup.launcher", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
 
     def errors(self, process: "subprocess.Popen[str]") -> str:
         return (self.folder / f"err-{self.processes.index(process)}").read_text()
@@ -129,7 +128,7 @@ class Site:
         assert found is not None
         request = urllib.request.Request(f"{found.rest}/api/v1/jobs/up/ranks", headers={"Authorization": f"Bearer {token}"})
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 ranks = json.load(answer)["items"]
         except OSError:
             return {}
@@ -151,9 +150,7 @@ class Site:
 
 @pytest.fixture
 def site(own_directories: Path) -> Iterator[Site]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        made = Site(own_directories, probe.getsockname()[1])
+    made = Site(own_directories, free_port())
     (own_directories / "script.py").write_text(COUNTS)
     yield made
     (own_directories / "finish").touch()
@@ -170,10 +167,10 @@ def site(own_directories: Path) -> Iterator[Site]:
 def head(python: str) -> str:
     """The schema of that interpreter's release."""
     ask = "from rsup.supervisor import tables; print(tables.HEAD)"
-    return subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    return subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, check=True, timeout=90).stdout.strip()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_job_of_two_releases_outlives_its_supervisors_of_two_releases(previous: str, site: Site) -> None:
     """An old and a new agent; the supervisor: old, new, old, new; then a restart of the ranks, and the end. Where the other
     release has an older schema, there is an upgrade of the store in between, and no way back but its backup."""
@@ -188,7 +185,7 @@ def test_a_job_of_two_releases_outlives_its_supervisors_of_two_releases(previous
     for python, how in ((sys.executable, signal.SIGTERM), (back, signal.SIGKILL), (sys.executable, signal.SIGTERM)):
         site.heard_of_both()
         serving.send_signal(how)
-        serving.wait(20)
+        serving.wait(60)
         assert all(running(pid) for pid in pids)
         if not has_same_schema:
             site.ask("db", "upgrade")
@@ -200,7 +197,7 @@ def test_a_job_of_two_releases_outlives_its_supervisors_of_two_releases(previous
     site.heard_of_both()
     (site.folder / "finish").touch()
     for agent in agents:
-        assert agent.wait(60) == 0, site.errors(agent)
+        assert agent.wait(90) == 0, site.errors(agent)
     events = json.loads(site.ask("events", "up", "--json"))
     numbers = [event["number"] for event in events]
     assert numbers == list(range(1, len(numbers) + 1))

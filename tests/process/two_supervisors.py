@@ -21,7 +21,7 @@ _SERVES = re.compile(r"serves agents at (\S+), REST at (\S+), store")
 _STANDS_BY = re.compile(r"standing by at (\S+), REST at (\S+):")
 
 
-def wait_for(condition: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
     """Poll until `condition` gives something true, and return it."""
     deadline_s = time.monotonic() + within_s
     while not (found := condition()):
@@ -50,7 +50,7 @@ class Serving:
 
     def restart(self) -> None:
         """Start it again, once it has ended, where it was and at the same addresses."""
-        self.process.wait(20)
+        self.process.wait(60)
         for flag, value in (("--rpc", self.rpc), ("--listen", self.rest.removeprefix("http://"))):
             self.command[self.command.index(flag) + 1] = value
         self.process = self._start()
@@ -82,12 +82,12 @@ class Serving:
     def times_stood_by(self) -> int:
         return len(_STANDS_BY.findall(self.log))
 
-    def leads(self, times: int = 1, within_s: float = 20.0) -> "Serving":
+    def leads(self, times: int = 1, within_s: float = 60.0) -> "Serving":
         """Wait until it leads for the `times`-th time."""
         wait_for(lambda: self.times_led >= times, f"{self.state} leads:\n{self.log[-3000:]}", within_s)
         return self
 
-    def stands_by(self, times: int = 1, within_s: float = 20.0) -> "Serving":
+    def stands_by(self, times: int = 1, within_s: float = 60.0) -> "Serving":
         """Wait until it stands by for the `times`-th time."""
         wait_for(lambda: self.times_stood_by >= times, f"{self.state} stands by:\n{self.log[-3000:]}", within_s)
         return self
@@ -96,7 +96,7 @@ class Serving:
         """Status and content of a GET."""
         request = urllib.request.Request(self.rest + path, headers={"Authorization": f"Bearer {token}"} if token else {})
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return int(answer.status), json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -142,7 +142,7 @@ class Wire:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
         for one in (self._listening, *(end for pair in self._pairs for end in pair)):
             one.close()
 

@@ -29,6 +29,7 @@ from rsup.supervisor.unix_http import UnixHTTPHandler
 from rsup.supervisor.wire import AgentInfo, Hello, JobSpec, Report
 
 Json = dict[str, Any]
+WITHIN_S = 60.0
 
 
 class UserProcess:
@@ -61,7 +62,7 @@ class UserProcess:
         """End it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
@@ -76,7 +77,7 @@ class Doer:
         opener = build_opener(ProxyHandler({}), *([UnixHTTPHandler(Path(socket))] if socket else []))
         try:
             with opener.open(
-                Request(url, headers={"Authorization": authorization} if authorization else {}), timeout=20
+                Request(url, headers={"Authorization": authorization} if authorization else {}), timeout=WITHIN_S
             ) as answer:
                 return {"status": answer.status, "type": answer.headers.get_content_type(), "body": answer.read().decode()}
         except HTTPError as error:
@@ -118,7 +119,7 @@ class Doer:
         info = AgentInfo(agent_id, f"node-{name}", "127.0.0.1", os.getpid(), places.boot_id(), devices=devices)
         client = SupervisorClient(address, info, JobSpec(**spec), Spool(None), key)
         self._agents[name] = client
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
             for message in client.poll():
                 if isinstance(message, wire.Welcome):
@@ -134,7 +135,7 @@ class Doer:
         for fact in facts:
             client.spool.append(msgspec.convert({"at_us": wire.now_us(), **fact}, wire.AnyFact))
         client.send_report(1, 99)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WITHIN_S
         while len(client.spool) and time.monotonic() < deadline:
             client.poll()
             time.sleep(0.01)
@@ -143,7 +144,7 @@ class Doer:
     def orders(self, name: str) -> Json:
         """Report as that agent until the supervisor answers with commands, which it repeats now and then: their kinds."""
         client = self._agents[name]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
             client.send_report(1, 0)
             for message in client.poll():
@@ -175,9 +176,11 @@ class Doer:
         ):
             socket.send(wire.encode(message))
         heard: list[Json] = []
-        while not any(one["kind"] == "Welcome" for one in heard):
-            if not socket.poll(20_000):
-                break
+        deadline = time.monotonic() + WITHIN_S
+        while not any(one["kind"] == "Welcome" for one in heard) and time.monotonic() < deadline:
+            if not socket.poll(2000):
+                socket.send(wire.encode(message))  # who it is was being asked, and what came meanwhile went unread
+                continue
             answer = wire.decode_to_agent(socket.recv())
             heard.append({"kind": type(answer).__name__, "text": getattr(answer, "message", getattr(answer, "job_id", ""))})
         context.destroy(0)

@@ -98,6 +98,6 @@ class Served:
         """A client with that role's token, or none."""
         if role is not None:
             headers["Authorization"] = f"Bearer {TOKENS[role]}"
-        client = httpx.Client(base_url=self.address, headers=headers, trust_env=False, timeout=10)
+        client = httpx.Client(base_url=self.address, headers=headers, trust_env=False, timeout=30)
         self.clients.append(client)
         return client

@@ -39,7 +39,7 @@ def _exists(name: str, uid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object], what: str, within_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, within_s: float = 100.0) -> None:
     """Wait for it."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -111,7 +111,7 @@ class SharedHost:
         for process in (self.supervisor, self.munged):
             if process is not None:
                 process.terminate()
-                process.wait(20)
+                process.wait(60)
 
 
 def _give(path: Path, uid: int, text: str) -> None:
@@ -133,8 +133,13 @@ def start_supervisor(folder: Path, python: str, environment: dict[str, str]) -> 
             words, user=rsup, group=rsup, extra_groups=[], cwd="/", stderr=log, env=os.environ | environment
         )
     told = folder / "state" / "supervisor.json"
-    until(lambda: _has_pid(told, process.pid) or process.poll() is not None, "the supervisor serves")
-    assert process.poll() is None, (folder / "log").read_text()
+    try:
+        until(lambda: _has_pid(told, process.pid) or process.poll() is not None, "the supervisor serves")
+        assert process.poll() is None, (folder / "log").read_text()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
     return process
 
 
@@ -187,6 +192,11 @@ def _start_munged(folder: Path) -> subprocess.Popen[bytes] | None:
     words = ["munged", "--force", "--foreground", f"--key-file={folder / 'munge.key'}"]
     words += [f"--{name if name == 'socket' else name + '-file'}={path}" for name, path in places.items()]
     munged = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until(lambda: places["socket"].exists() or munged.poll() is not None, "munged listens")
+    until(lambda: _takes_connections(places["socket"]) or munged.poll() is not None, "munged listens")
     assert munged.poll() is None
     return munged
+
+
+def _takes_connections(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as caller:
+        return caller.connect_ex(str(path)) == 0

@@ -297,7 +297,7 @@ def lines_of(process: "subprocess.Popen[str]", lines: list[str]) -> threading.Th
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.02)
@@ -313,8 +313,8 @@ def test_follow_prints_news_until_the_job_ends(story: SqlStore) -> None:
         story.commit([EventLogged(RUNNING, 2, at(20), at(20), "Note", "news")])
         wait_for(lambda: len(lines) == 2, "the news")
         story.commit([EventLogged(RUNNING, 3, at(21), at(21), "JobEnded", "over"), saved(RUNNING, "ended")])
-        assert process.wait(timeout=20) == 0
-        reader.join(timeout=10)
+        assert process.wait(timeout=60) == 0
+        reader.join(timeout=60)
     assert [json.loads(line)["number"] for line in lines] == [1, 2, 3]
 
 
@@ -324,10 +324,10 @@ def test_watch_goes_on_until_the_job_ends_or_ctrl_c(story: SqlStore) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert json.loads(process.stdout.readline())["job"]["state"] == "running"
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        assert process.wait(timeout=60) == 130
         assert "Traceback" not in process.stderr.read()
     story.commit([saved(RUNNING, "ended")])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and json.loads(done.stdout)["job"]["state"] == "ended"
 
 
@@ -337,8 +337,9 @@ def test_a_reader_that_goes_away_is_no_error(store: SqlStore) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()
-        process.wait(timeout=20)
-        assert "Traceback" not in process.stderr.read() and "Exception" not in process.stderr.read()
+        process.wait(timeout=60)
+        said = process.stderr.read()
+        assert "Traceback" not in said and "Exception" not in said
 
 
 def test_a_watch_on_a_terminal_redraws_and_fits(story: SqlStore) -> None:
@@ -354,7 +355,7 @@ def test_a_watch_on_a_terminal_redraws_and_fits(story: SqlStore) -> None:
         while text.count(b"\x1b[H") < 2:
             text += os.read(controller, 65536)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        assert process.wait(timeout=60) == 130
     os.close(controller)
     screen = text.decode().split("\x1b[H")[1]
     assert "\x1b[1m" in screen and "more lines" in screen and len(screen.splitlines()) <= 12
@@ -365,4 +366,4 @@ def test_help_needs_nothing_heavy() -> None:
         "import sys, rsup.supervisor.query_cli as c\ntry:\n    c.main('jobs', ['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'sqlalchemy', 'fastapi', 'torch', 'uvicorn'} & set(sys.modules)\nassert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)

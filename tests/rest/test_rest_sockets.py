@@ -42,7 +42,7 @@ def test_no_answer_waits_for_the_acknowledgement_of_its_first_half(served: Serve
 def asked(address: str | Path, path: str = "/healthz") -> bytes:
     """The first line of an answer at `host:port` or a UNIX socket."""
     with socket.socket(socket.AF_INET if isinstance(address, str) else socket.AF_UNIX) as one:
-        one.settimeout(10)
+        one.settimeout(30)
         one.connect(_place(address))
         one.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         return one.recv(4096).splitlines()[0]
@@ -59,7 +59,7 @@ def hold(stack: contextlib.ExitStack, address: str, num: int) -> list[socket.soc
     """Connections on which a request has begun, or not even that."""
     held = []
     for number in range(num):
-        held.append(stack.enter_context(socket.create_connection(_place(address), timeout=10)))  # type: ignore[arg-type]
+        held.append(stack.enter_context(socket.create_connection(_place(address), timeout=30)))  # type: ignore[arg-type]
         held[-1].sendall(HALVES[number % len(HALVES)])
     return held
 
@@ -133,7 +133,7 @@ def test_a_request_that_never_becomes_whole_is_given_up(app: FastAPI, monkeypatc
     try:
         with contextlib.ExitStack() as stack:
             held = [*hold(stack, leads.address, 3), *hold(stack, stands_by.address, 3)]
-            kept = stack.enter_context(socket.create_connection(_place(leads.address), timeout=10))  # type: ignore[arg-type]
+            kept = stack.enter_context(socket.create_connection(_place(leads.address), timeout=30))  # type: ignore[arg-type]
             kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HT")
             assert all(has_ended(one) for one in [*held, kept])
     finally:

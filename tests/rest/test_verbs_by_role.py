@@ -26,6 +26,8 @@ from tests.rest import shared_host
 from tests.rest.as_user import UserProcess
 from tests.rest.shared_host import OPERATOR, OTHER, OWNER, SharedHost
 
+pytestmark = pytest.mark.timeout(300)  # they share a start of everything
+
 PAGE = Path(__file__).parents[2] / "docs" / "access.md"
 VIEWER_TOKEN = "viewer-token-0123456789"
 SECRET = "hunter2-of-rsup-test-1"

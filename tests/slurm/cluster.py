@@ -21,6 +21,7 @@ from pathlib import Path
 from rsup.supervisor.heartbeat_board import remove_leftovers
 from tests.slurm.cluster_conf import SLOTS, gres_text, hook_text, slurm_text
 from tests.slurm.job_processes import job_processes
+from tests.slurm.node_side import NodeSide
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "setpriv")
 NUM_GPUS = 4
@@ -93,14 +94,14 @@ class Cluster:
             self._end_daemon(name, signal.SIGTERM)
         for pid in job_processes(self.conf):
             _kill(pid)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while job_processes(self.conf) and time.monotonic() < deadline:
             time.sleep(0.02)
         remove_boards()
 
     # ---- commands ------------------------------------------------------------------------------------------------
     def run(
-        self, *command: str, uid: int | None = None, environ: Mapping[str, str] | None = None, within_s: float = 30,
+        self, *command: str, uid: int | None = None, environ: Mapping[str, str] | None = None, within_s: float = 90,
         check: bool = True, stdin: str | None = None,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """One command as root, with the test's RSUP_ variables, or as an ordinary user in a home of his own. With ``check`` it
@@ -142,13 +143,13 @@ class Cluster:
         pairs = [word.partition("=") for word in text.split() if "=" in word]
         return {name: value for name, _, value in pairs}
 
-    def wait_job(self, job: int, *states: str, within_s: float = 60) -> str:
+    def wait_job(self, job: int, *states: str, within_s: float = 100) -> str:
         """Wait until the job is in one of these states (any final one, if none is named). Returns it."""
         wanted = states or ENDED
         self.wait(lambda: self.job(job)["JobState"] in wanted, f"job {job} to be {' or '.join(wanted)}", within_s, job=job)
         return self.job(job)["JobState"]
 
-    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 40, job: int | None = None) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 90, job: int | None = None) -> None:
         """Ask every 50 ms. Raises TimeoutError that names what was waited for, and shows the job's output if one is named."""
         deadline = time.monotonic() + within_s
         while not condition():
@@ -198,11 +199,11 @@ class Cluster:
                 self.run("scontrol", "delete", line.split()[0])
         for name in self.names:
             self.start_node(name)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while self.num_idle() != len(self.names):
             if time.monotonic() > deadline:
                 raise TimeoutError("nodes are not idle again: " + self.run("sinfo", "-N", "-o", "%N %T %E").stdout)
-            self._resume_drained()
+            self.resume_drained()
             time.sleep(0.05)
         shutil.rmtree(self.folder / "home", ignore_errors=True)
         remove_boards()
@@ -214,13 +215,14 @@ class Cluster:
             self.run("scancel", *jobs, check=False)
         self.wait(lambda: not self.run("squeue", "-h", "-t", "R,CG,CF,PD,S", "-o", "%A").stdout.split(), "jobs to end")
 
-    # ---- inside --------------------------------------------------------------------------------------------------
-    def _resume_drained(self) -> None:
+    def resume_drained(self) -> None:
+        """Nodes that are drained or down run jobs again."""
         for line in self.run("sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines():
             name, state = line.split()
             if state.rstrip("*").startswith(("drain", "down")):
                 self.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
 
+    # ---- inside --------------------------------------------------------------------------------------------------
     def _person(self, uid: int | None) -> dict[str, str]:
         mark = {"RSUP_TEST_RUN": os.environ["RSUP_TEST_RUN"]} if "RSUP_TEST_RUN" in os.environ else {}
         if uid is None:
@@ -265,10 +267,26 @@ class Cluster:
             return
         daemon.send_signal(how)
         try:
-            daemon.wait(10)
+            daemon.wait(30)
         except subprocess.TimeoutExpired:
             daemon.kill()
-            daemon.wait(10)
+            daemon.wait(30)
+
+
+def refused_job(slurm: Cluster, node: NodeSide, script: str, *options: str) -> int:
+    """Submit a job that the gate of its node refuses, and wait until it has; the job's id. A machine that is too busy for the
+    gate's 4 s lets it in: then another."""
+
+    def is_refused() -> bool:
+        return slurm.state(node.name)[0] == "drained"
+
+    for _ in range(3):
+        job = slurm.submit(script, *options)
+        slurm.wait(lambda job=job: is_refused() or slurm.job(job)["JobState"] in ENDED, "the refusal", job=job)  # type: ignore[misc]
+        if is_refused() or not node.was_slow:
+            break
+    assert is_refused(), node.log()
+    return job
 
 
 def remove_boards() -> None:

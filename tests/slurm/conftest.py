@@ -19,6 +19,13 @@ from tests.slurm.user_python import find_user_python
 USERS = {"rsup-test-1": 20001, "rsup-test-2": 20002, "rsup-test-3": 20003, "rsup": 20000}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A job is requeued no sooner than after 5 s, some several times, and all nodes are one machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[Cluster]:
     """Four idle nodes with four GPUs each, and users 20001 to 20003 and ``rsup``."""

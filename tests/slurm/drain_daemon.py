@@ -44,7 +44,7 @@ class Daemon:
         self.wait(lambda: path.exists() and json.loads(path.read_text())["pid"] == self.process.pid, "rsup serve")  # type: ignore[union-attr]
         token = (path.parent / "token").read_text().strip()
         self.client = httpx.Client(
-            base_url=json.loads(path.read_text())["rest"], headers={"Authorization": f"Bearer {token}"}, timeout=40
+            base_url=json.loads(path.read_text())["rest"], headers={"Authorization": f"Bearer {token}"}, timeout=60
         )
         self.wait(lambda: self.client.get("/api/v1/slurm").status_code == 200, "the first round")
 
@@ -53,9 +53,9 @@ class Daemon:
         self.client.close()
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(60)
 
-    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 20) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 60) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}\n{self.log[-4000:]}"
@@ -104,7 +104,7 @@ class Daemon:
 
     def rsup(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
-            [*RSUP, *words], env=os.environ | self.environ, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+            [*RSUP, *words], env=os.environ | self.environ, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL
         )
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr

@@ -38,7 +38,7 @@ def script(cluster: Cluster, text: str, name: str) -> Path:
 
 def snapshot(root: Path, nodes: Mapping[str, str], mode: str = "enforce") -> None:
     """A node's files below `root` (RSUP_NODE_ROOT): settings, the supervisor's key, and a snapshot that refuses these nodes,
-    with a reason for each, and that was confirmed just now."""
+    with a reason for each, and that was confirmed just now. However often a job is sent away, it is not let in."""
     key = Ed25519PrivateKey.generate()
     public = key.public_key().public_bytes_raw()
     listed = {name: {"verdict": "refuse", "state": "quarantined", "id": "Q-7", "reason": why} for name, why in nodes.items()}
@@ -47,7 +47,7 @@ def snapshot(root: Path, nodes: Mapping[str, str], mode: str = "enforce") -> Non
     head = f"rsup-snapshot 1 {hashlib.sha256(public).hexdigest()[:16]} {base64.b64encode(key.sign(body)).decode()}\n"
     confirmed = {"boot_id": boot_id(), "boottime_s": time.clock_gettime(time.CLOCK_BOOTTIME), "serial": 1, "etag": '"1"'}
     for path, data in (
-        ("etc/rsup/node.toml", f'mode = "{mode}"\n'.encode()),
+        ("etc/rsup/node.toml", f'mode = "{mode}"\nmax_restarts = 1000\n'.encode()),
         ("etc/rsup/supervisor.pub", base64.b64encode(public) + b"\n"),
         ("run/rsup/snapshot", head.encode() + body),
         ("run/rsup/confirmed.json", json.dumps(confirmed).encode()),

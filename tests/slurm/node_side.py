@@ -101,6 +101,12 @@ class NodeSide:
         """The hooks' log."""
         return self.places.log.read_text() if self.places.log.exists() else ""
 
+    @property
+    def was_slow(self) -> bool:
+        """Whether the machine was too busy for the last prolog: then it lets a job in whatever the snapshot says."""
+        lines = [line for line in self.log().splitlines() if " prolog " in line]
+        return bool(lines) and ("exit 124" in lines[-1] or "the gate took longer" in lines[-1])
+
     def python(self, text: str = f'exec {sys.executable} "$@"') -> None:
         """From now on the hooks' interpreter is this shell script; with an empty text it is gone."""
         path = self.places.root / "python"
@@ -122,5 +128,5 @@ class NodeSide:
         mark = {name: value for name, value in os.environ.items() if name == "RSUP_TEST_RUN"}
         return subprocess.run(
             [str(hook)], env={**self.environ, **mark, **environ}, cwd="/", stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=30,
+            text=True, timeout=90,
         )  # fmt: skip

@@ -69,13 +69,13 @@ def ann(slurm: Cluster) -> User:
     return User(slurm)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_each_example_runs_as_it_is(ann: User, slurm: Cluster) -> None:
     """While the job with a spare learns that a node is lost, which takes 15 s, the others run on the nodes that are left."""
     script, waits = ann.write("train.py", SAYS), ann.write("waits.py", WAITS)
     container = ann.write("container", CONTAINER)
     spare = ann.sbatch("spare_nodes", waits, options=("--job-name=spare",))
-    slurm.wait(lambda: len(ann.nodes_of_attempt(1)) == 2, "both ranks", 60, job=spare)
+    slurm.wait(lambda: len(ann.nodes_of_attempt(1)) == 2, "both ranks", 100, job=spare)
     lost = ann.nodes_of_attempt(1)[1]
     slurm.lose_node(lost)
 
@@ -93,7 +93,7 @@ def test_each_example_runs_as_it_is(ann: User, slurm: Cluster) -> None:
     first, second = (ann.output(job, "gpt") for job in chain)
     assert "link 1" in first and "link 2" in second and "job gpt" in first and "job gpt" in second
 
-    slurm.wait(lambda: len(ann.nodes_of_attempt(2)) == 2, "the attempt with the spare", 60, job=spare)
+    slurm.wait(lambda: len(ann.nodes_of_attempt(2)) == 2, "the attempt with the spare", 100, job=spare)
     assert lost not in ann.nodes_of_attempt(2)
     (ann.home / "finish").touch()
     assert slurm.wait_job(spare, within_s=60) == "COMPLETED", ann.output(spare, "spare")

@@ -132,7 +132,7 @@ def test_the_guard_trips_at_its_limit_and_never_holds_up_a_release(slurm: Cluste
     ordered_s = int(time.time())
     daemon.wait(lambda: time.time() > ordered_s + 2, "the next second: SLURM compares whole ones")
     slurm.boot_node("n1")
-    daemon.wait(lambda: drained(slurm, "n1").startswith("rsup:Q-"), "its return to be nobody's word", 40)
+    daemon.wait(lambda: drained(slurm, "n1").startswith("rsup:Q-"), "its return to be nobody's word")
     assert daemon.metric('rsup_drain_actions_total{what="resumed"}') == 0
     daemon.release("n0")
     daemon.wait(lambda: not drained(slurm, "n0") and drained(slurm, "n2") != "", "a release, and the next to pass")
@@ -227,7 +227,7 @@ def test_a_scheduler_that_hangs_fails_or_says_what_we_do_not_know(slurm: Cluster
     daemon.quarantine("n3")
     assert daemon.client.get("/readyz").status_code == 200 and drained(slurm, "n1")
     (folder / "hang").unlink()
-    daemon.wait(lambda: bool(drained(slurm, "n3")) and not drained(slurm, "n1"), "what was due to be done", 30)
+    daemon.wait(lambda: bool(drained(slurm, "n3")) and not drained(slurm, "n1"), "what was due to be done")
     assert "SLURM answers again" in daemon.log and daemon.log.count("did not answer within") == 1
     daemon.restart("--drains", "act", "--scontrol", "/nonexistent/scontrol")
     assert "there is no /nonexistent/scontrol" in daemon.status()["scheduler"]["trouble"]
@@ -249,7 +249,7 @@ def test_a_reservation_or_weights_in_place_of_drains(slurm: Cluster, daemon: Dae
     daemon.wait(lambda: "ReservationName=rsup_q_n1 " in reservations(), "a reservation")
     assert not drained(slurm, "n1")
     job = slurm.submit("hostname", "-N4")
-    test = slurm.run("srun", "-N1", "-w", "n1", "--reservation=rsup_q_n1", "hostname", within_s=20)
+    test = slurm.run("srun", "-N1", "-w", "n1", "--reservation=rsup_q_n1", "hostname")
     assert test.returncode == 0 and slurm.job(job)["JobState"] == "PENDING"
     test_job = slurm.submit("sleep 60", "-N1", "-w", "n1", "--reservation=rsup_q_n1")
     slurm.wait_job(test_job, "RUNNING")

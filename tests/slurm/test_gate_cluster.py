@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, refused_job
 from tests.slurm.node_side import NodeSide, Signer, refusal
 
 
@@ -93,15 +93,16 @@ def test_ignorance_and_a_broken_deployment_refuse_nobody(site: Site) -> None:
             node.python()
             spoiled(node)[case][0]()
         for _ in range(3):
-            assert site.starts(*names) == ("nothing" not in turn.values()), turn
+            has_begun = site.starts(*names)
             site.is_idle(*[name for name, case in turn.items() if case != "nothing"])
-            said = {name: [line for line in site.nodes[name].log().splitlines() if " prolog " in line] for name in names}
-            was_slow = [name for name in names if "exit 124" in said[name][-1] and "124" not in spoiled(node)[turn[name]][1]]
-            if not was_slow or "nothing" in turn.values():
-                break  # else the machine was too busy for the hook's 5 s, which lets a job in, too
+            if not any(site.nodes[name].was_slow for name in names):
+                break
+            site.slurm.resume_drained()
+        assert has_begun == ("nothing" not in turn.values()), turn
+        said = {name: [line for line in site.nodes[name].log().splitlines() if " prolog " in line] for name in names}
         for name, case in turn.items():
             assert spoiled(site.nodes[name])[case][1] in said[name][-1], (case, said[name])
-    assert site.slurm.state(names[-1])[0] == "drained", "and the sound one is refused"
+    site.slurm.wait(lambda: site.slurm.state(names[-1])[0] == "drained", "the sound one to be refused")
 
 
 def test_a_bad_gpu_keeps_off_the_jobs_that_got_it_and_no_others(site: Site) -> None:
@@ -134,8 +135,7 @@ def test_a_bad_gpu_keeps_off_the_jobs_that_got_it_and_no_others(site: Site) -> N
     assert site.starts("n1"), "an inventory of another boot says nothing"
     node.boards({str(index): [f"n1-{index}"] for index in range(4)})
 
-    job = site.slurm.submit("echo on $SLURM_JOB_NODELIST", "--nodelist=n1", "--gres=gpu:4")
-    site.slurm.wait(lambda: site.slurm.state("n1")[0] == "drained", "the refusal")
+    job = refused_job(site.slurm, node, "echo on $SLURM_JOB_NODELIST", "--nodelist=n1", "--gres=gpu:4")
     log = (site.slurm.folder / "log" / "slurmd.n1.log").read_text(errors="replace")
     assert "rsup:Q-17 GPU 3 serial 1650 SDC vote 3/3 jobs; rsup nodes why n1" in log, "SLURM's log has the line"
     assert node.refusals()[-1]["job"] == str(job) and node.refusals()[-1]["detail"].startswith("enforce:")

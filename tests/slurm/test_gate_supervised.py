@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rsup.supervisor import node_tokens
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, refused_job
 from tests.slurm.drain_daemon import Daemon, gpu
 from tests.slurm.node_side import NodeSide, Signer
 
@@ -59,8 +59,7 @@ def test_from_a_quarantine_to_a_refusal_and_back(slurm: Cluster, daemon: Daemon,
     assert bad.run("healthcheck").returncode == 0 and "refused" in bad.log()
     began = slurm.run("srun", "-w", "n0", "--gres=gpu:4", "echo", "begun")
     assert began.stdout == "begun\n"
-    job = slurm.submit("echo begun", "-w", "n1", "--gres=gpu:1")
-    slurm.wait(lambda: slurm.state("n1")[0] == "drained", "the refusal")
+    job = refused_job(slurm, bad, "echo begun", "-w", "n1", "--gres=gpu:1")
     assert [(one["kind"], one["device"], one["job"]) for one in bad.refusals()] == [("prolog-refused", gpu("n1", 0), str(job))]
     slurm.run("scancel", str(job))
     nodes["n0"].places.kernel_log.write_text("4,5,1,-;NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus\n")

@@ -21,12 +21,12 @@ def test_steps_of_two_users_beside_one_another(slurm: Cluster) -> None:
     crowd = f"srun --exact -N2 -n3 {launch}; echo code $?; {launch}"
     several = slurm.submit(crowd, "-N2", "--ntasks-per-node=2", "--gres=gpu:1", uid=BEN)
 
-    assert slurm.wait_job(ann, within_s=60) == "COMPLETED", slurm.output(ann)
+    assert slurm.wait_job(ann, within_s=100) == "COMPLETED", slurm.output(ann)
     nodes = [f"0: rank {rank} of 6, {rank % 2} of 2 on n{rank // 2}" for rank in range(6)]
     assert said(slurm, ann) == nodes  # ranks in the order of the nodes, one for each GPU that SLURM gave
-    assert slurm.wait_job(ben, within_s=60) == "COMPLETED", slurm.output(ben)
+    assert slurm.wait_job(ben, within_s=100) == "COMPLETED", slurm.output(ben)
     assert said(slurm, ben) == [f"{step}: rank {rank} of 2, 0 of 1 on n{rank}" for step in (0, 1) for rank in (0, 1)]
-    assert slurm.wait_job(several, within_s=60) == "COMPLETED", slurm.output(several)
+    assert slurm.wait_job(several, within_s=100) == "COMPLETED", slurm.output(several)
     output = slurm.output(several)
     assert output.count("starts several tasks on a node") == 1 and "code 2" in output
     assert "has 2 nodes, and this launch is on one: write srun" in output

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,14 +9,15 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from tests.jobs.conftest import free_port
 from tests.slurm.cluster import Cluster
 from tests.slurm.job_processes import job_processes
 from tests.slurm.launching import ANN, script
 
 WAITS = """
+trap 'echo rank $RANK was told; touch $HOME/told.$RANK' USR1
 echo attempt $RSUP_ATTEMPT rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME until ${RSUP_DEADLINE:-ever}
 if [ $RSUP_ATTEMPT != 1 ]; then exit 0; fi
-trap 'echo rank $RANK was told; touch $HOME/told.$RANK' USR1
 while [ ! -e $HOME/go ]; do
   if [ $RANK = 1 ] && [ -e $HOME/die ]; then exit 3; fi
   sleep 0.1
@@ -53,7 +53,8 @@ def test_suspended_signalled_and_ended_in_time(slurm: Cluster) -> None:
     until = {float(line.split()[-1]) for line in lines(slurm, job, "attempt 1 rank")}
     assert until == {end_s}, "SLURM 22.05 does not tell the end in a variable: the launch asks"
 
-    ranks = [pid for pid in job_processes(slurm.conf) if "waits.sh" in command_of(pid) and "launch" not in command_of(pid)]
+    shells = {pid for pid in job_processes(slurm.conf) if "waits.sh" in command_of(pid) and "launch" not in command_of(pid)}
+    ranks = [pid for pid in shells if parent_of(pid) not in shells]  # a shell that is about to become its `sleep` is none
     assert len(ranks) == 2
     slurm.run("scontrol", "suspend", str(job))
     slurm.wait(lambda: all(state_of(pid) == "T" for pid in ranks), "the ranks to be stopped", job=job)
@@ -77,10 +78,8 @@ def test_scontrol_hangs(slurm: Cluster) -> None:
     launch = f"env PATH={bin_dir}:$PATH {slurm.rsup} launch --no-python sh -c 'echo rank $RANK on $SLURMD_NODENAME; exit 88'"
     job = slurm.submit(f"srun {launch}", "-N2", "--no-requeue", uid=ANN)
     slurm.wait(lambda: len(lines(slurm, job, "rank")) == 2, "both ranks to run", job=job)
-    assert (
-        "n0 does not resolve, and scontrol -o show node n0: no answer within 5 s: the nodes meet at 127.0.0.1"
-        in slurm.output(job)
-    )
+    told = "n0 does not resolve, and scontrol -o show node n0: no answer within 5 s: the nodes meet at 127.0.0.1"
+    slurm.wait(lambda: told in slurm.output(job), "the launch to say where its nodes meet", job=job)
     assert slurm.wait_job(job, within_s=90) == "FAILED", slurm.output(job)
 
 
@@ -121,9 +120,7 @@ class SharedSupervisor:
     """`rsup serve` of an ordinary user, at a fixed TCP port."""
 
     def __init__(self, slurm: Cluster) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._slurm = slurm
         self._process: subprocess.Popen[bytes] | None = None
         slurm.run("true", uid=ANN)  # makes the home
@@ -164,7 +161,16 @@ def command_of(pid: int) -> str:
 
 
 def state_of(pid: int) -> str:
+    return stat_of(pid)[0]
+
+
+def parent_of(pid: int) -> int:
+    return int(stat_of(pid)[1])
+
+
+def stat_of(pid: int) -> list[str]:
+    """The words of /proc from the state on; those of nobody where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return ["", "0"]

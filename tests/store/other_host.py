@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-BUMP_S, STALE_S, COPY_S = 0.1, 1.5, 0.2
+BUMP_S, STALE_S, COPY_S = 0.1, 5.0, 0.2
+"""A process that stands still for a few seconds on a busy machine must not be taken for one that has died."""
 
 
 class OtherHost:
@@ -33,11 +34,11 @@ class OtherHost:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

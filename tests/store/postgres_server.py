@@ -46,7 +46,7 @@ class PostgresServer:
             command = [str(self._programs / "postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder)]
             command += ["-c", "listen_addresses=", "-c", f"fsync={self._fsync}", "-c", "max_connections=40"]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._as_user())
-        self._run(["pg_isready", "-h", str(self.folder), "-U", "rsup"], tries=100)
+        self._run(["pg_isready", "-h", str(self.folder), "-U", "rsup"], tries=600)
 
     def _as_user(self) -> dict[str, Any]:
         if self._user is None:
@@ -57,7 +57,7 @@ class PostgresServer:
         command = [str(self._programs / command[0]), *command[1:]]
         said = b""
         for _ in range(tries):
-            done = subprocess.run(command, capture_output=True, timeout=60, **self._as_user())
+            done = subprocess.run(command, capture_output=True, timeout=120, **self._as_user())
             said = done.stderr
             if done.returncode == 0:
                 return
@@ -82,7 +82,7 @@ class PostgresServer:
         """End it without waiting for anybody, as a crash would; what was committed stays."""
         assert self._process is not None
         self._process.send_signal(signal.SIGQUIT)
-        self._process.wait(10)
+        self._process.wait(60)
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "data" / "postmaster.pid").unlink()
 
@@ -94,7 +94,7 @@ class PostgresServer:
                 self._process.wait(3)
             except subprocess.TimeoutExpired:
                 self._process.send_signal(signal.SIGQUIT)  # at once, its clients are gone
-                self._process.wait(10)
+                self._process.wait(60)
 
 
 def started_server(*, fsync: bool = False) -> Generator[PostgresServer, None, None]:

@@ -63,7 +63,7 @@ def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.02)
@@ -86,7 +86,7 @@ def test_backup_beside_a_running_supervisor(open_store, state: Path, capsys) -> 
 
 def test_sigterm_in_a_backup_leaves_nothing_behind(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dump = tmp_path / "pg_dump"
-    dump.write_text('#!/bin/sh\necho $$ > "$0.pid"\nmv "$0.pid" "$0.started"\nexec sleep 60\n')
+    dump.write_text('#!/bin/sh\necho $$ > "$0.pid"\nmv "$0.pid" "$0.started"\nexec sleep 200\n')
     dump.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     words = [sys.executable, "-m", "rsup.launcher", "db", "backup", "--database-url", "postgresql://nobody@127.0.0.1:9/x"]
@@ -95,7 +95,7 @@ def test_sigterm_in_a_backup_leaves_nothing_behind(state: Path, tmp_path: Path, 
             wait_until((tmp_path / "pg_dump.started").exists)
             assert [path.name for path in state.iterdir()] == [f".b.dump.arriving-{process.pid}"]
             process.terminate()
-            assert process.wait(30) == 128 + signal.SIGTERM
+            assert process.wait(60) == 128 + signal.SIGTERM
         finally:
             process.kill()
     assert list(state.iterdir()) == []

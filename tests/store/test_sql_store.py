@@ -190,7 +190,7 @@ def cut_sessions(url: str) -> None:
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        connection.execute(text(f"SELECT pg_terminate_backend(pid, 5000) {others}"))
+        connection.execute(text(f"SELECT pg_terminate_backend(pid, 60000) {others}"))
     engine.dispose()
 
 

@@ -125,7 +125,7 @@ for _ in range(2):
     SqlStore.open(sys.argv[1], holder=LeaseHolder.this_process("x"), alone_may_migrate=True).close()
 print(sorted({"alembic", "torch", "fastapi", "psycopg"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script, str(database)], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script, str(database)], capture_output=True, text=True, check=True, timeout=90)
     assert done.stdout.strip() == "[]"
 
 

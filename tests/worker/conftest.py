@@ -20,7 +20,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, at import
     from torch._C._distributed_c10d import TCPStore
 
-DEADLINE_S = 60
+DEADLINE_S = 100
+OTHERS_END_WITHIN_S = 20
 _TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --eval-iters 0"
 TINY = _TINY.split()
 
@@ -99,10 +100,12 @@ class Attempt:
         os.kill(self.pids[rank], number)
 
     def finish(self) -> list[int]:
-        """Wait for the end. When a rank fails, the others are killed a moment later, as a launcher does."""
+        """Wait for the end. When a rank fails, the others get a while to end by themselves, as from a launcher; then they are
+        killed."""
         self.wait_for(lambda: None not in self.codes() or any(self.codes()), "the end of the attempt")
-        if any(self.codes()):
-            self.kill()
+        end_s = time.monotonic() + OTHERS_END_WITHIN_S
+        self.wait_for(lambda: None not in self.codes() or time.monotonic() > end_s, "the end of the others")
+        self.kill()
         return [code for code in self.codes() if code is not None]
 
     def kill(self) -> None:

@@ -84,7 +84,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     root = Path(os.environ["ROOT"], f"node-{rank // int(os.environ['PER_NODE'])}")
     replicas = json.loads(os.environ.get("REPLICATION", "null"))
-    with joined(torch.device("cpu"), 20) as ranks:
+    with joined(torch.device("cpu"), 60) as ranks:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         directory = LocalDirectory(root, os.environ.get("JOB", "a.1"), in_memory=False)

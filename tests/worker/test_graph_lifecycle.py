@@ -19,7 +19,7 @@ from rsup.worker.cuda_graph.contract import GraphError
 from rsup.worker.optimizer_offload import OptimizerOffload
 from rsup.worker.reference.ranks import joined
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 CPU = torch.device("cpu")
 
 

@@ -58,7 +58,7 @@ def test_the_monitor_outlives_signals_as_long_as_its_rank_lives(rank: "subproces
     rank.kill()
     rank.wait()
     os.kill(pid, signal.SIGTERM)
-    ready, _, _ = select.select([rank.stdout], [], [], 10)
+    ready, _, _ = select.select([rank.stdout], [], [], 60)
     assert ready and rank.stdout.readline() == ""
 
 
@@ -136,6 +136,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
     found = Connections()
     monkeypatch.setattr(c10d, "TCPStore", found.make)
     monkeypatch.setattr(job_store, "TCPStore", found.make)
+    monkeypatch.setattr(job_store, "_all_free", {})  # an earlier test's store may have had that port
     return found
 
 

@@ -231,7 +231,7 @@ def test_signals_to_the_whole_group_leave_the_loaders_processes_alive(method: st
     with open(script, "w") as file:
         file.write(LOADER)
     command = [sys.executable, "-W", "ignore", script, method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, start_new_session=True)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stdout + done.stderr
 
 

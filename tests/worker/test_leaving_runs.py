@@ -24,7 +24,7 @@ def left_after(attempt) -> int:
 def test_a_signal_on_one_rank_is_answered_while_iterations_are_skipped(runs, tmp_path: Path) -> None:
     """P33: skipped iterations are only not computed. Signals are answered, intervals kept, and the exit is durable."""
     skipped = ",".join(str(iteration) for iteration in range(7, 20000))
-    options = ("--exit-signal-handler", "--exit-signal", "TERM,USR1", "--save-interval", "4", "--keep-checkpoints", "100")
+    options = ("--exit-signal-handler", "--exit-signal", "TERM,USR1", "--save-interval", "4", "--keep-checkpoints", "100000")
     run = runs.start(2, *LONG, "--save", str(tmp_path), *options, "--iterations-to-skip", skipped)
     run.wait_for(lambda: "iteration 12 is skipped" in run.text(), "skipped iterations")
     run.signal(1, signal.SIGUSR1)

@@ -150,7 +150,7 @@ def test_only_jobs_of_which_nothing_lives_are_swept_from_memory(tmp_path: Path) 
     mine.make(this_launcher(None))
     living, between, over = hold("living.1", 0), hold("between.1", os.getpid()), hold("over.1", 0)
     for process in (between, over):
-        process.communicate(b"", timeout=20)
+        process.communicate(b"", timeout=60)
     try:
         assert LocalDirectory(tmp_path, "mine.1", in_memory=False).sweep() == []
         removed = mine.sweep()
@@ -158,7 +158,7 @@ def test_only_jobs_of_which_nothing_lives_are_swept_from_memory(tmp_path: Path) 
         left = {(path / "owner.json").read_text().split('"')[3] for path in tmp_path.iterdir()}
         assert left == {"mine.1", "living.1", "between.1"}
     finally:
-        living.communicate(b"", timeout=20)
+        living.communicate(b"", timeout=60)
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

@@ -121,10 +121,11 @@ def test_a_fault_of_the_data_ends_the_job_or_is_left_out(tmp_path: Path, monkeyp
     assert '"application"' in (tmp_path / "rerun-verdicts.jsonl").read_text()
 
 
+@pytest.mark.timeout(240)
 def test_two_ranks_rotate(tmp_path: Path) -> None:
     """One rank's device lies whenever it computes: found by the other one's, without a checkpoint or a restart."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=220)
     assert ended.returncode == 0, ended.stderr
     verdict = json.loads((tmp_path / "faulty" / "rerun-verdicts.jsonl").read_text().splitlines()[-1])
     assert verdict["verdict"] == "persistent" and verdict["reason"].startswith("rank 1:"), ended.stderr

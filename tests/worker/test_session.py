@@ -1,6 +1,5 @@
 """The rank's side of board and socket, against a real board and a real socket."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -33,9 +32,9 @@ class FakeAgent:
         )
 
     def accept(self) -> socket.socket:
-        self.listener.settimeout(20)
+        self.listener.settimeout(60)
         link, _ = self.listener.accept()
-        link.settimeout(20)
+        link.settimeout(60)
         return link
 
 
@@ -62,9 +61,9 @@ def agent(tmp_path: Path) -> Iterator[FakeAgent]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, f"not within 20 s: {what}"
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
         time.sleep(0.005)
 
 
@@ -73,7 +72,7 @@ def receive(link: socket.socket) -> wire.RankToAgent:
 
 
 def finish(rank: "subprocess.Popen[bytes]") -> bytes:
-    output, _ = rank.communicate(timeout=20)
+    output, _ = rank.communicate(timeout=60)
     assert rank.returncode == 0
     return output
 
@@ -87,7 +86,7 @@ def test_the_board_shows_what_the_rank_does(agent: FakeAgent) -> None:
         "input()\n"
     )
     assert rank.stdin
-    wait_until(lambda: len(agent.board.read(1).sections) == 2, "two sections")
+    wait_until(lambda: sum(s.open_since_ns > 0 for s in agent.board.read(1).sections) == 2, "two open sections")
     sample = agent.board.read(1)
     assert (sample.pid, sample.attempt, sample.iteration, sample.phase, sample.calls) == (rank.pid, 3, 7, "train", 1)
     assert [s.name for s in sample.sections if s.open_since_ns] == ["outer", "step"]
@@ -96,7 +95,7 @@ def test_the_board_shows_what_the_rank_does(agent: FakeAgent) -> None:
     wait_until(lambda: not any(s.open_since_ns for s in agent.board.read(1).sections), "closed sections")
     beat = agent.board.read(1).liveness_ns
     wait_until(lambda: agent.board.read(1).liveness_ns > beat, "another beat")
-    rank.communicate(b"\n", timeout=20)
+    rank.communicate(b"\n", timeout=60)
 
 
 def test_a_section_closes_on_an_exception(agent: FakeAgent) -> None:
@@ -182,7 +181,7 @@ def test_a_message_that_cannot_be_made_is_lost_and_the_rank_lives_on(agent: Fake
         if text == "first":
             rank.stdin.write(b"\n")
             rank.stdin.flush()
-    rank.communicate(b"\n", timeout=20)
+    rank.communicate(b"\n", timeout=60)
     assert rank.returncode == 0
     link.close()
 
@@ -226,7 +225,7 @@ def test_a_forked_child_does_not_write_the_slot(agent: FakeAgent) -> None:
 
 def test_a_new_process_takes_the_slot_over_clean(agent: FakeAgent) -> None:
     first = agent.run("import rsup.worker as w, os, signal\nw.section('step').enter()\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    first.communicate(timeout=20)
+    first.communicate(timeout=60)
     assert first.returncode == -signal.SIGKILL
     assert agent.board.read(1).sections[0].open_since_ns
     finish(agent.run("import rsup.worker as w\nw.init()\n"))
@@ -236,7 +235,7 @@ def test_a_new_process_takes_the_slot_over_clean(agent: FakeAgent) -> None:
 def test_a_rank_at_a_debugger_prompt_is_marked(agent: FakeAgent) -> None:
     rank = agent.run("import rsup.worker as w, pdb\nw.init()\npdb.set_trace()\nprint('on')\n")
     wait_until(lambda: bool(agent.board.read(1).flags & layout.FLAG_DEBUGGER), "the debugger flag")
-    output, _ = rank.communicate(b"c\n", timeout=20)
+    output, _ = rank.communicate(b"c\n", timeout=60)
     assert b"on" in output
 
 
@@ -249,9 +248,8 @@ def test_stacks_come_by_signal_where_nobody_may_trace(agent: FakeAgent, tmp_path
         os.kill(rank.pid, signal.SIGRTMIN + 5)
         return "waits_here" in path.read_text()
 
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        wait_until(asked, "the stacks")
-    rank.communicate(b"\n", timeout=20)
+    wait_until(asked, "the stacks")
+    rank.communicate(b"\n", timeout=60)
 
 
 def test_more_sections_than_the_board_holds_is_a_warning(agent: FakeAgent) -> None:
@@ -278,4 +276,4 @@ def test_outside_rsup_launch_nothing_happens() -> None:
         "heavy = {'torch', 'sqlalchemy', 'fastapi', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
