@@ -183,6 +183,8 @@ def indexes_of(text: str) -> tuple[str, ...]:
         first, _, last = part.partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()) or len(part) > 12:
             raise NodeProblem(f"{part[:20]!r} is no GPU index as SLURM writes it, 0,2-3")
+        if int(last or first) < int(first):
+            raise NodeProblem(f"{part!r} is no range of GPU indexes: it ends before it begins")
         if int(last or first) - int(first) + len(found) >= MAX_INDEXES:
             raise NodeProblem(f"{part!r}: more than {MAX_INDEXES} GPU indexes")
         found += map(str, range(int(first), int(last or first) + 1))
@@ -260,7 +262,7 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, str], bool]:
         if not equals and not left:
             raise _UsageProblem(f"{word} needs a value")
         given[word[2:]] = value if equals else left.pop(0)
-        if not given[word[2:]].strip():
+        if not given[word[2:]].strip(", "):
             raise _UsageProblem(f"{word} names none; leave it out, or name one")
     if set("[],") & set(given.get("node", "")):
         raise _UsageProblem(f"--node {given['node']!r} names several nodes; ask about one at a time")

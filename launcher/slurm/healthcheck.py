@@ -19,6 +19,8 @@ from rsup.launcher.slurm.node_settings import NodeProblem, node_name, places_of,
 
 LOOK_WITHIN_S = 15.0
 SPEAK_WITHIN_S = 12.0
+MAX_PROBLEMS, MAX_CHARS = 8, 500
+"""Of the line that tells them."""
 USAGE = """usage: rsup slurm healthcheck [--no-jitter] [--quiet]
 
   --no-jitter   do not wait a random moment first
@@ -39,10 +41,17 @@ def main(words: Sequence[str]) -> int:
         return 2
     problems, said = run_round(with_jitter="--no-jitter" not in words)
     if problems:
-        print(f"rsup slurm healthcheck: {'; '.join([*problems, *said])}", file=sys.stderr)
+        print(f"rsup slurm healthcheck: {'; '.join([*short(problems), *said])}", file=sys.stderr)
     elif "--quiet" not in words:
         print(f"rsup slurm healthcheck: {'; '.join(said)}")
     return 1 if problems else 0
+
+
+def short(problems: Sequence[str]) -> list[str]:
+    """For one line, however much is wrong."""
+    left = len(problems) - MAX_PROBLEMS
+    shown = [one if len(one) <= MAX_CHARS else f"{one[:MAX_CHARS]}..." for one in problems[:MAX_PROBLEMS]]
+    return [*shown, f"and {left} more problems"] if left > 0 else shown
 
 
 def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:
@@ -66,7 +75,11 @@ def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:
         time.sleep(random.uniform(0, settings.jitter_s))
     looking = f"looking at this node has not ended within {LOOK_WITHIN_S:g} s; look at its disks and its driver"
     speaking = f"no supervisor has answered within {SPEAK_WITHIN_S:g} s; look at the network and at name lookup"
-    for work, within_s, otherwise in ((turn.look, LOOK_WITHIN_S, looking), (turn.speak, SPEAK_WITHIN_S, speaking)):
+    delivering = f"not all was delivered within {SPEAK_WITHIN_S:g} s; the rest follows in the next round"
+    for work, within_s, otherwise in (
+        (turn.look, LOOK_WITHIN_S, lambda: looking),
+        (turn.speak, SPEAK_WITHIN_S, lambda: delivering if turn.is_heard else speaking),
+    ):
         try:
             bounded(work, within_s, otherwise)
         except NodeProblem as problem:
@@ -77,9 +90,9 @@ def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(turn.problems)), turn.said
 
 
-def bounded(work: Callable[[], None], within_s: float, otherwise: str) -> None:
+def bounded(work: Callable[[], None], within_s: float, otherwise: Callable[[], str]) -> None:
     """Do `work` in a thread, and leave it behind after that time: a name service that is gone holds a lookup for half a minute.
-    Raise what it raised, and `NodeProblem` with the text `otherwise` after that time."""
+    Raise what it raised, and `NodeProblem` with what `otherwise` says after that time."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -92,7 +105,7 @@ def bounded(work: Callable[[], None], within_s: float, otherwise: str) -> None:
     thread.start()
     thread.join(within_s)
     if thread.is_alive():
-        raise NodeProblem(otherwise)
+        raise NodeProblem(otherwise())
     if raised:
         raise raised[0]
 

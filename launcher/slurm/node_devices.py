@@ -26,6 +26,11 @@ END_WITHIN_S = 0.3
 """What a killed process gets to end; one in the midst of a call into the driver never does."""
 
 
+MAX_LISTED = 256
+MAX_CHARS = {"uuid": 120, "serial": 120, "pci_bus_id": 60, "model": 120, "board": 120, "vbios": 120, "driver": 120}
+"""More, and longer, the supervisor does not take."""
+
+
 class DriverHangs(NodeProblem):
     """NVML has not answered in time, which is evidence itself."""
 
@@ -100,7 +105,13 @@ def _listed(places: NodePlaces, node: str) -> Found:
         records = read_inventory_file(places.devices, node, named_by="")
     except RsupError as error:
         raise NodeProblem(str(error)) from None
+    if len(records) > MAX_LISTED:
+        raise NodeProblem(f"{places.devices}: lists {len(records)} devices, a node has at most {MAX_LISTED}")
     devices = [_record(number, one.device) for number, one in enumerate(records)]
+    for number, device in enumerate(devices):
+        for name, max_chars in MAX_CHARS.items():
+            if len(device[name]) > max_chars:
+                raise NodeProblem(f"{places.devices}: record {number}: {name} is longer than {max_chars} characters")
     readings = [reading for one in records if one.health for reading in listed_readings(one.uuid, one.health)]
     return Found(devices, readings, is_listed=True)
 

@@ -38,7 +38,8 @@ GATE_EVERY_S = 600.0
 """So often a gate that sees says so; one that does not says it in each round."""
 Devices = list[dict[str, Any]] | None
 """Of the inventory; None: nobody could look in this boot."""
-TOO_MUCH, NOT_UNDERSTOOD = 413, (400, 422)
+NOT_UNDERSTOOD = (400, 422)
+NOT_TAKEN = (*NOT_UNDERSTOOD, 413)
 
 
 @dataclass
@@ -50,6 +51,8 @@ class Round:
     node: str
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    is_heard: bool = False
+    """A supervisor has answered that leads."""
 
     def __post_init__(self) -> None:
         self.boot = boot_id(self.places.root)
@@ -120,6 +123,7 @@ class Round:
                 silent.append(doubt)
                 unbelieved.append(link)
                 continue
+            self.is_heard = True
             self.said += silent  # another one leads, or stands in for it
             self._tell_gate(link)
             self._deliver(link)
@@ -189,7 +193,7 @@ class Round:
         except NodeProblem as problem:
             self.problems.append(str(problem))
             return
-        if 200 <= reply.status < 300:
+        if _is_good(reply):
             write_atomically(path, json.dumps({"gate": gate, "boot_id": self.boot, "boottime_s": now_s}).encode())
         else:
             self.problems.append(_refused(link, "report", reply))
@@ -226,32 +230,47 @@ class Round:
             if not pending and (turn or not self._inventory_is_due(devices)):
                 break
             reply = link.report(self.node, self.boot, devices, [event for _, event in pending])
-            if reply.status in NOT_UNDERSTOOD or reply.status == TOO_MUCH:
-                num_told += self._deliver_singly(link, devices, pending)
-            elif 200 <= reply.status < 300:
+            if reply.status in NOT_TAKEN and devices is not None:
+                if pending:  # is it the events, or what the node has?
+                    reply = link.report(self.node, self.boot, devices, [])
+                if reply.status in NOT_TAKEN:
+                    self.problems.append(
+                        f"{_refused(link, f'inventory of {len(devices)} devices', reply)}; events go without it"
+                    )
+                    devices = None
+                if pending and (devices is None or _is_good(reply)):
+                    reply = link.report(self.node, self.boot, None, [event for _, event in pending])
+            if reply.status in NOT_TAKEN:
+                num_told += self._deliver_parts(link, pending)
+            elif _is_good(reply):
                 self.spool.remove([name for name, _ in pending])
                 num_told += len(pending)
             else:
                 self.problems.append(_refused(link, "report", reply))
                 return
-            self._inventory_told(devices)
+            if devices is not None:
+                self._inventory_told(devices)
         if num_told:
             self.said.append(f"{num_told} events delivered")
         if lost := self.spool.take_lost():
             self.problems.append(f"{lost} events had no room in the spool")
 
-    def _deliver_singly(self, link: NodeLink, devices: Devices, pending: Sequence[tuple[str, dict[str, object]]]) -> int:
-        """One event that the supervisor does not understand must not hold up the others: it is dropped, and said."""
-        num_told = 0
-        for name, event in pending:
-            reply = link.report(self.node, self.boot, devices, [event])
-            if 200 <= reply.status < 300:
-                num_told += 1
-            elif reply.status not in NOT_UNDERSTOOD:
-                raise NodeProblem(_refused(link, "report", reply))
+    def _deliver_parts(self, link: NodeLink, refused: Sequence[tuple[str, dict[str, object]]]) -> int:
+        """One event that the supervisor does not understand must not hold up the others: it is dropped, and said. `refused`:
+        what it has not taken in one report; how many of them it takes."""
+        num_told, half = 0, len(refused) // 2
+        for part in filter(None, (refused[:half], refused[half:])):
+            reply = link.report(self.node, self.boot, None, [event for _, event in part])
+            if _is_good(reply):
+                num_told += len(part)
+                self.spool.remove([name for name, _ in part])
+            elif reply.status in NOT_TAKEN and len(part) > 1:
+                num_told += self._deliver_parts(link, part)
+            elif reply.status in NOT_UNDERSTOOD:
+                self.problems.append(f"event {str(part[0][1].get('key'))[:100]} dropped: {reply.text}")
+                self.spool.remove([part[0][0]])
             else:
-                self.problems.append(f"event {event.get('key')} dropped: {reply.text}")
-            self.spool.remove([name])
+                raise NodeProblem(_refused(link, "report", reply))
         return num_told
 
     def _inventory_is_due(self, devices: Devices) -> bool:
@@ -268,6 +287,10 @@ class Round:
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         told = {"boot_id": self.boot, "boottime_s": now_s, "devices": devices}
         write_atomically(self.places.run / "reported.json", json.dumps(told).encode())
+
+
+def _is_good(reply: Reply) -> bool:
+    return 200 <= reply.status < 300
 
 
 def _refused(link: NodeLink, what: str, reply: Reply) -> str:

@@ -68,13 +68,15 @@ class Snapshot(NamedTuple):
 def public_key_of(text: bytes) -> bytes:
     """The 32 raw bytes of a public key file: one line of base64. Raise `NodeProblem`."""
     if text.lstrip().startswith(PRIVATE_MARK):
-        raise NotPublic("this is the supervisor's private signing key, which no node may have; copy signing-key.pub instead")
+        raise NotPublic("this is a private signing key, which no node may have; copy signing-key.pub instead")
     try:
         raw = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):
         raw = b""
     if len(raw) != 32:
-        raise NotPublic("this is not the supervisor's public key, one line of base64 of 32 bytes; copy signing-key.pub again")
+        raise NotPublic(
+            "this is not the public key of the supervisor, one line of base64 of 32 bytes; copy signing-key.pub again"
+        )
     return raw
 
 
@@ -109,11 +111,11 @@ def _check_signature(signature: bytes, body: bytes, public_key: bytes) -> None:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
-        raise NodeProblem(f"the snapshot's signature cannot be checked: {error}; install rsup on this node again") from None
+        raise NodeProblem(f"the snapshot signature cannot be checked: {error}; install rsup on this node again") from None
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(base64.b64decode(signature, validate=True), body)
     except (InvalidSignature, binascii.Error, ValueError):
-        raise NodeProblem("the snapshot's signature is wrong: it is cut off, or was changed after it was signed") from None
+        raise NodeProblem("the snapshot signature is wrong: it is cut off, or was changed after it was signed") from None
 
 
 def snapshot_of(body: bytes) -> Snapshot:
@@ -135,7 +137,7 @@ def snapshot_of(body: bytes) -> Snapshot:
             devices={uuid: _listed(one) for uuid, one in content["devices"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise NodeProblem(f"the snapshot's content cannot be read: {type(error).__name__}: {error}") from None
+        raise NodeProblem(f"the snapshot content cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _listed(one: Mapping[str, Any]) -> Listed:

@@ -19,7 +19,7 @@ from rsup.supervisor.rest.guards import AnyPrincipal, Asker, Operator, Reporter
 from rsup.supervisor.rest.problems import documented, refused
 from rsup.supervisor.slurm.drain_status import running_nodes
 from rsup.supervisor.slurm.drain_words import Word
-from rsup.supervisor.slurm.gate_watch import gates_of
+from rsup.supervisor.slurm.gate_watch import OBSERVED, gates_of
 from rsup.supervisor.slurm.snapshot import verdict_of
 from rsup.supervisor.wire import Device, now_us
 
@@ -133,6 +133,10 @@ def report(context: Context, reporter: Reporter, name: NodeName, body: ReportBod
         for kind, num in reply.kinds.items():
             counters.events[kind] += num
             if kind in ("prolog-refused", "gate-unknown", "gate-cap"):
+                if kind == "prolog-refused":  # a mode that only observes lets those jobs in
+                    seen = sum(one.kind == kind and (one.detail or "").startswith(OBSERVED) for one in body.events)
+                    counters.decisions["observed"] += min(num, seen)
+                    num -= min(num, seen)
                 counters.decisions[kind] += num
     return {"node": name, "new": reply.new, "known": reply.known, "lines": reply.lines}
 

@@ -182,6 +182,8 @@ class DrainKeeper:
         if self._logs is None:
             with self._engine.connect() as connection:
                 notes = drain_rows.read_notes(connection)
+                for node, kind, detail, at_us in drain_rows.read_gate_words(connection, wire.now_us()):
+                    self.counters.watch.decided(node, kind, detail, at_us)
             self._logs = logs_of(notes)
             admissions = [note for note in notes if note.what == "admitted"]
             self._admitted_us = [note.at_us for note in admissions]

@@ -8,10 +8,12 @@ from rsup.supervisor.device_selector import is_serial
 from rsup.supervisor.hardware.hardware_rows import node_of, open_subjects
 from rsup.supervisor.hardware.states import avoided
 from rsup.supervisor.records import DrainNoted, SubjectSaved
+from rsup.supervisor.render import clean_line
 from rsup.supervisor.slurm.drain_terms import Ground
 from rsup.supervisor.tables import COUNTED, drain_notes, evidence, nodes, seats, transitions
 
 NODE_SEEN_WITHIN_US = 30 * 86_400_000_000
+MAX_GATE_WORDS = 20_000
 _CHUNK = 200
 _BY_ITSELF = ("expiry", "clean", "evidence", "merge")
 
@@ -27,6 +29,19 @@ def read_notes(connection: Connection) -> list[DrainNoted]:
     """All notes, oldest first."""
     rows = connection.execute(select(drain_notes).order_by(drain_notes.c.at_us)).mappings()
     return [DrainNoted(**row) for row in rows]
+
+
+def read_gate_words(connection: Connection, now_us: int) -> list[tuple[str, str, str, int]]:
+    """What prologs refused, or could not decide, within the last month, oldest first: node, kind, what it said, when."""
+    told = evidence.c
+    words = (
+        select(told.node, told.code, told.text, told.last_us)
+        .where(told.source == "gate", told.last_us >= now_us - NODE_SEEN_WITHIN_US)
+        .order_by(told.last_us.desc())
+        .limit(MAX_GATE_WORDS)
+    )
+    rows = connection.execute(words).all()
+    return [(node, kind, clean_line(said.partition("\n")[2]), at_us) for node, kind, said, at_us in reversed(rows)]
 
 
 def known_nodes(connection: Connection, now_us: int) -> list[str]:

@@ -194,7 +194,7 @@ def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> li
     return found
 
 
-_VERDICTS = {"prolog-refused": "refuse", "gate-unknown": "unknown", "gate-cap": "accept"}
+_VERDICTS = {"prolog-refused": "refuse", "gate-unknown": "unknown", "gate-cap": "accept", "observed": "accept"}
 
 
 def _by(label: str, counts: Mapping[str, int]) -> list[tuple[dict[str, str], float]]:

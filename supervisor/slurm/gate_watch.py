@@ -1,7 +1,8 @@
-"""Which gates are blind, and which do not ask: a gate that cannot decide lets jobs in, so that nothing else would show it.
+"""Which gates are blind, and which do not ask: a gate that cannot decide lets jobs in, so that nothing else would show it. And
+what gates that only observe would have refused.
 
-Known since this supervisor's start, by what nodes fetch (each minute) and report. Written by request threads, one entry at a
-time; readers copy.
+Known since this supervisor's start, by what nodes fetch (each minute) and report; decisions of before from the store. Written
+by request threads, one entry at a time, and by the first round of drains; readers copy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,12 @@ Json = dict[str, Any]
 
 SILENT_AFTER_US = 600_000_000
 """A round is made each minute: who has missed ten does not ask."""
+WEEK_US = 7 * 86_400_000_000
+"""So long what would have been refused is shown: gates observe that long before they enforce."""
 MAX_NODES = 65_536
 MAX_LINES = 20
+OBSERVED = "observe: "
+"""So a prolog's refusal begins that was none: the node's mode."""
 
 
 class Gate(Struct, frozen=True):
@@ -38,6 +43,9 @@ class Gate(Struct, frozen=True):
     refused_us: int = 0
     refused: str = ""
     """The newest refusal of its prolog."""
+    would_us: int = 0
+    would: str = ""
+    """The newest job that it let in because it only observes."""
 
 
 @dataclass
@@ -56,16 +64,21 @@ class GateWatch:
         self._put(node, replace(self._of(node), asked_us=now_us, told_us=now_us, mode=mode, trouble=trouble))
 
     def decided(self, node: str, kind: str, detail: str, now_us: int) -> None:
-        """Its prolog has spooled an event of that kind."""
-        if kind == "gate-unknown":
-            self._put(node, replace(self._of(node), undecided_us=now_us, undecided=detail))
-        elif kind == "prolog-refused":
-            self._put(node, replace(self._of(node), refused_us=now_us, refused=detail))
+        """Its prolog has spooled an event of that kind at that time."""
+        gate = self._of(node)
+        if kind == "gate-unknown" and now_us >= gate.undecided_us:
+            self._put(node, replace(gate, undecided_us=now_us, undecided=detail))
+        elif kind == "prolog-refused" and detail.startswith(OBSERVED):
+            if now_us >= gate.would_us:
+                self._put(node, replace(gate, would_us=now_us, would=detail.removeprefix(OBSERVED)))
+        elif kind == "prolog-refused" and now_us >= gate.refused_us:
+            self._put(node, replace(gate, refused_us=now_us, refused=detail))
 
     def gates(self, expected: Iterable[str]) -> dict[str, Gate]:
         """Of the nodes that ought to ask (as SLURM knows them; none: of all that ever did)."""
         known = self._gates.copy()
-        return {node: known.get(node, Gate()) for node in sorted(expected or known)}
+        nodes = expected or (node for node, gate in known.items() if gate.asked_us)
+        return {node: known.get(node, Gate()) for node in sorted(nodes)}
 
     def _of(self, node: str) -> Gate:
         return self._gates.get(node, Gate())
@@ -88,11 +101,17 @@ def gates_of(watch: GateWatch, expected: Iterable[str], now_us: int) -> Json:
         "num_asking": sum(bool(gate.asked_us) and not _is_silent(watch, gate, now_us) for gate in gates.values()),
         "since": iso(watch.begun_us) if watch.begun_us else None,
         "modes": modes,
+        "num_mode_unknown": sum(bool(gate.asked_us) and not gate.mode for gate in gates.values()),
         "blind": [{"node": node, "why": gate.trouble, "at": iso(gate.told_us)} for node, gate in gates.items() if gate.trouble],
         "undecided": [
             {"node": node, "at": iso(gate.undecided_us), "why": gate.undecided}
             for node, gate in gates.items()
             if gate.undecided_us and now_us - gate.undecided_us < HOUR_US
+        ],
+        "would_refuse": [
+            {"node": node, "at": iso(gate.would_us), "line": gate.would}
+            for node, gate in gates.items()
+            if gate.would and gate.mode != "enforce" and now_us - gate.would_us < WEEK_US
         ],
         "refused": {node: {"at": iso(gate.refused_us), "line": gate.refused} for node, gate in gates.items() if gate.refused},
         "never_asked": fold(never),
@@ -123,12 +142,15 @@ def gate_lines(gates: Mapping[str, Any]) -> list[str]:
     if not gates or not gates["num_nodes"]:
         return []
     modes = ", ".join(f"{num} {mode}" for mode, num in sorted(gates["modes"].items()))
+    if num := gates.get("num_mode_unknown", 0):
+        modes += f"{', ' if modes else ''}{num} not known yet"
     lines = [f"gates: {gates['num_asking']} of {gates['num_nodes']} nodes ask" + (f" ({modes})" if modes else "")]
     if gates["never_asked"]:
         lines.append(f"  not asked since this supervisor's start at {gates['since']}: {gates['never_asked']}")
     lines += _some([f"  {one['node']} has not asked since {one['asked']}" for one in gates["silent"]])
     lines += _some([f"  blind {one['node']}: {one['why']}" for one in gates["blind"]])
     lines += _some([f"  undecided {one['node']} at {one['at']}: {one['why']}" for one in gates["undecided"]])
+    lines += _some([f"  would refuse {one['node']}, at {one['at']}: {one['line']}" for one in gates.get("would_refuse", [])])
     return lines
 
 

@@ -36,7 +36,7 @@ def test_blind_gates_and_those_that_never_asked_are_named(watch: GateWatch) -> N
     now_us = START + 60 * SECOND
     lines = gate_lines(gates_of(watch, NODES, now_us))
     assert lines == [
-        "gates: 4 of 6 nodes ask (2 enforce)",
+        "gates: 4 of 6 nodes ask (2 enforce, 2 not known yet)",
         "  not asked since this supervisor's start at 2027-01-15T08:00:00.000000Z: n[4-5]",
         "  blind n3: the snapshot was signed by key ab, not by cd",
         "  undecided n1 at 2027-01-15T08:00:01.000000Z: enforce: rsup:unknown there is no snapshot",
@@ -57,6 +57,27 @@ def test_blind_gates_and_those_that_never_asked_are_named(watch: GateWatch) -> N
     for index in range(30):
         many.told(f"n{index}", "observe", "no key", START)
     assert gate_lines(gates_of(many, [], START))[-1] == "  ... and 10 more; --json has them all"
+
+
+def test_what_observing_gates_would_have_refused_is_named_and_is_no_refusal(watch: GateWatch) -> None:
+    watch.told("n1", "observe", "", START)
+    for seconds, line in ((2, "rsup:Q-2 node n1 ecc"), (1, "rsup:Q-1 GPU 3 xid")):  # a delivery that comes late is older
+        watch.decided("n1", "prolog-refused", f"observe: {line}", START + seconds * SECOND)
+    found = gates_of(watch, NODES, START + 60 * SECOND)
+    assert gate_lines(found)[-1] == "  would refuse n1, at 2027-01-15T08:00:02.000000Z: rsup:Q-2 node n1 ecc"
+    assert list(found["refused"]) == ["n2"], "it let that job in"
+    assert found["modes"] == {"enforce": 2, "observe": 1} and found["num_mode_unknown"] == 1
+    watch.told("n1", "enforce", "", START + 60 * SECOND)
+    assert gates_of(watch, NODES, START + 60 * SECOND)["would_refuse"] == []
+
+
+def test_the_words_of_before_the_start_do_not_make_a_node_one_that_asks() -> None:
+    watch = GateWatch(START)
+    watch.decided("gone", "prolog-refused", "enforce: rsup:Q-1", START - SECOND)
+    assert gates_of(watch, [], START)["num_nodes"] == 0 and states(watch, START + 2 * SILENT_AFTER_US, []) == dict.fromkeys(
+        ("sees", "blind", "silent"), 0
+    )
+    assert list(gates_of(watch, ["gone"], START)["refused"]) == ["gone"]
 
 
 def test_the_whole_status_names_them_and_ties_a_prolog_error_to_its_refusal(watch: GateWatch) -> None:

@@ -70,6 +70,21 @@ def test_the_prolog_in_an_empty_environment(node: NodeSide) -> None:
     assert node.run("prolog", **job).returncode == 0, "observing refuses nobody"
 
 
+def test_what_observing_would_refuse_and_the_cap_are_in_the_log(node: NodeSide) -> None:
+    node.tell(devices={"n1-3": refusal(node="n1")})
+    node.settings(mode="observe")
+    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_GPUS": "2-3"}
+    done = node.run("prolog", **job)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (line,) = node.log().splitlines()
+    told = "job=9: let in: rsup:observe would refuse: Q-17 GPU 3 SDC vote 3/3 jobs; rsup nodes why n1"
+    assert line.endswith(f" prolog node=n1 {told}")
+    assert node.run("prolog", **job | {"SLURM_JOB_GPUS": "2"}).returncode == 0 and len(node.log().splitlines()) == 1
+    node.settings(mode="enforce")
+    assert node.run("prolog", **job, SLURM_JOB_RESTART_COUNT="3").returncode == 0
+    assert "job=9: let in: rsup:cap let in after 3 restarts, against: Q-17 GPU 3" in node.log().splitlines()[-1]
+
+
 def test_a_refusal_stands_whatever_becomes_of_the_notes(node: NodeSide) -> None:
     """The time is over while a sick disk takes the prolog's notes; or not even a kill ends it, and the hook gives up."""
     node.tell(devices={"n1-3": refusal(node="n1")})
@@ -158,13 +173,29 @@ def test_rsup_gate_says_it_by_exit_code(
     assert ask("--gpus", "3") == (0, "rsup:observe would refuse: Q-17 GPU 3 SDC vote 3/3 jobs; rsup nodes why n1\n")
     node.places.snapshot.unlink()
     assert ask()[0] == 75
-    for words in (["--gpus", "x"], ["--nodes", "n1"], ["--node"], ["--gpus", "0-99999999"], ["--gpus="], ["--node", "n[0-3]"]):
+    for words in (
+        ["--gpus", "x"],
+        ["--nodes", "n1"],
+        ["--node"],
+        ["--gpus", "0-99999999"],
+        ["--gpus="],
+        ["--gpus", ","],
+        ["--gpus", "3-1"],
+        ["--node", "n[0-3]"],
+    ):
         assert gate.main(words) == 2
     err = capfd.readouterr().err
     assert "see rsup gate --help" in err and "--gpus names none" in err and "several nodes; ask about one at a time" in err
     for verb in (prolog, epilog):
         assert verb.main(["--help"]) == 0 and capfd.readouterr().out.startswith("usage: rsup slurm ")
     gate.end_time_box()
+
+
+def test_a_line_has_no_word_that_lost_its_apostrophe(node: NodeSide) -> None:
+    """SLURM's log takes none, so no text of ours has one."""
+    node.tell()
+    node.places.snapshot.write_bytes(node.places.snapshot.read_bytes()[:-1])
+    assert gate.ask(node.environ).answer.line.startswith("rsup:unknown the snapshot signature is wrong: it is cut off")
 
 
 def test_the_age_is_the_boot_clocks_and_not_the_walls(node: NodeSide) -> None:
@@ -287,7 +318,7 @@ def test_install_writes_once_and_says_what_is_unsafe(
     assert install([*words[:4], "--mode", "observe", "--python", pythons[1]]) == 1, "not all is as asked"
     text = capsys.readouterr().out
     assert "supervisor is not set, not http://ctl:29600; edit it" in text and "mode is enforce, not observe; edit it" in text
-    assert f"unusable {tmp_path}/etc/rsup/supervisor.pub: this is not the supervisor's public key" in text
+    assert f"unusable {tmp_path}/etc/rsup/supervisor.pub: this is not the public key of the supervisor" in text
     assert "kept     " in text and f"changed  {tmp_path}/usr/libexec/rsup/prolog" in text
     assert read_settings(tmp_path / "etc/rsup/node.toml").mode == "enforce"
     assert install(["--check", "--slurm-conf", str(conf)]) == 1
@@ -318,7 +349,7 @@ def test_install_writes_nothing_where_the_gate_would_not_work(tmp_path: Path, mo
         ("--python", broken, "cannot load rsup: ModuleNotFoundError"),
         ("--supervisor", "notaurl", "is no address"),
         ("--public-key", "/nope", "cannot read --public-key /nope: No such file"),
-        ("--public-key", str(tmp_path / "junk"), "not the supervisor's public key"),
+        ("--public-key", str(tmp_path / "junk"), "not the public key of the supervisor"),
         ("--public-key", str(tmp_path / "signing-key"), "private signing key, which no node may have"),
         ("--public-key", str(old), "its public part is beside it"),
     ):
@@ -343,6 +374,7 @@ class StandIn:
         """Of the next answers, before the usual ones begin again."""
         self.poison = ""
         """The key of an event that it does not understand."""
+        self.max_devices = 1 << 20
         self.url = ""
         self.token = "node.n1.00"
 
@@ -358,6 +390,8 @@ class StandIn:
         report = json.loads(body)
         if any(event["key"] == self.poison for event in report["events"]):
             return 422, b'{"detail": "what is that?"}'
+        if len(report["inventory"] or []) > self.max_devices:
+            return 422, b'{"detail": "body.inventory: too many items"}'
         if "gate" in report:
             assert report["events"] == [] and report["inventory"] is None
             self.gates.append(report["gate"])
@@ -471,6 +505,60 @@ def test_what_a_round_does_not_believe_and_does_not_lose(node: NodeSide, supervi
     problems, _ = go()
     assert problems == ["event bad dropped: what is that?"] and node.events() == []
     assert sum(len(report["events"]) for report in supervisor.reports) == 6
+
+
+def test_an_inventory_that_is_not_taken_costs_no_event(node: NodeSide, supervisor: StandIn) -> None:
+    supervisor.max_devices = 3
+    for number in range(5):
+        NodeSpool(node.places.spool).add(NodeEvent(f"job-end:{number}", 1, "job-end"))
+    supervisor.poison = "job-end:2"
+    problems, said = go()
+    told = f"{supervisor.url} refuses the inventory of 4 devices: 422 body.inventory: too many items; events go without it"
+    assert problems == [told, "event job-end:2 dropped: what is that?"]
+    assert "4 events delivered" in said and node.events() == []
+    assert sorted(event["key"] for report in supervisor.reports for event in report["events"]) == [
+        f"job-end:{number}" for number in (0, 1, 3, 4)
+    ]
+    assert go()[0] == [told], "with an empty spool too, as long as nothing changes"
+    supervisor.max_devices = 4
+    assert go()[0] == [] and len(supervisor.reports[-1]["inventory"]) == 4
+    num_reports = len(supervisor.reports)
+    assert go()[0] == [] and len(supervisor.reports) == num_reports
+
+
+def test_a_delivery_that_does_not_end_in_time_is_not_called_a_silent_supervisor(
+    node: NodeSide, supervisor: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert go()[0] == []
+    monkeypatch.setattr(healthcheck, "SPEAK_WITHIN_S", 2.0)
+    hanging = threading.Event()
+    monkeypatch.setattr(node_round.Round, "_deliver", lambda self, link: hanging.wait(60))
+    try:
+        assert go()[0] == ["not all was delivered within 2 s; the rest follows in the next round"]
+    finally:
+        hanging.set()
+
+
+def test_however_much_is_wrong_the_line_is_bounded() -> None:
+    found = healthcheck.short([f"{number}: {'x' * 5000}" for number in range(300)])
+    assert len(found) == healthcheck.MAX_PROBLEMS + 1 and len("; ".join(found)) < 5000
+    assert found[-1] == f"and {300 - healthcheck.MAX_PROBLEMS} more problems"
+    assert healthcheck.short(["a", "b"]) == ["a", "b"]
+
+
+def test_a_list_that_no_supervisor_takes_is_refused_here(node: NodeSide, supervisor: StandIn) -> None:
+    """Once in the inventory, its devices would count as missing until the node boots again."""
+    assert go()[0] == []
+    sound, inventory = node.places.devices.read_text(), node.places.inventory.read_bytes()
+    for listed, said in (
+        ([{"uuid": f"x-{number}"} for number in range(300)], "lists 300 devices, a node has at most 256"),
+        ([{"uuid": "x", "serial": "s" * 121}], "record 0: serial is longer than 120 characters"),
+    ):
+        node.places.devices.write_text(json.dumps(listed))
+        assert go()[0] == [f"{node.places.devices}: {said}"] and node.places.inventory.read_bytes() == inventory
+    node.places.devices.write_text(sound)
+    assert go()[0] == [] and node.events() == []
+    assert not any(event["kind"] == "missing" for report in supervisor.reports for event in report["events"])
 
 
 def test_a_list_of_devices_that_cannot_be_used_is_named_as_what_it_is(node: NodeSide, supervisor: StandIn) -> None:

@@ -3,6 +3,7 @@ between is made up."""
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def test_from_a_quarantine_to_a_refusal_and_back(slurm: Cluster, daemon: Daemon,
     assert daemon.metric('rsup_gate_nodes{state="blind"}') == 1
     refused = next(line for line in told.splitlines() if "n1: Prolog error" in line)
     assert "its gate refused a job" in refused and "rsup:Q-1 GPU 0" in refused
+    daemon.restart()
+    refused = next(line for line in daemon.rsup("slurm", "status").splitlines() if "n1: Prolog error" in line)
+    assert "its gate refused a job" in refused and "rsup:Q-1 GPU 0" in refused, "by the store"
+    seen = {"key": "o", "time_us": time.time_ns() // 1000, "kind": "prolog-refused", "detail": "observe: rsup:Q-1 GPU 0"}
+    for _ in range(2):
+        answer = daemon.client.post("/api/v1/nodes/n3/report", json={"boot_id": "b", "events": [seen]}).raise_for_status()
+    assert answer.json()["known"] == 1 and daemon.metric('rsup_gate_decisions_total{verdict="accept",why="observed"}') == 1
+    assert daemon.metric('rsup_gate_decisions_total{verdict="refuse",why="prolog-refused"}') == 0
+    assert "  would refuse n3, at 20" in daemon.rsup("slurm", "status")
+    for node in nodes.values():
+        reach(node, daemon)
     key.write_bytes(sound)
     assert bad.run("healthcheck").returncode == 0 and "blind" not in daemon.rsup("slurm", "status")
 

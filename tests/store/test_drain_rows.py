@@ -72,6 +72,29 @@ def test_grounds_say_where_a_board_sits_and_what_is_new(open_store: Callable[...
     assert known == ["n1", "n3", "n4", "n5", "n9"]
 
 
+def test_what_gates_have_said_is_read_back(open_store: Callable[..., SqlStore], sql_target: Path | str) -> None:
+    """Within a month, oldest first."""
+
+    def said(fingerprint: str, kind: str, code: str, at_us: int, text: str) -> EvidenceSaved:
+        return EvidenceSaved("node", "n1", fingerprint, kind, code, "e", at_us, at_us, at_us, node="n1", text=text)
+
+    records: list[Record] = [
+        said("f1", "gate", "prolog-refused", NOW - 5, "gate prolog-refused on n1\nenforce: rsup:Q-1 GPU 3"),
+        said("f2", "gate", "gate-unknown", NOW - 9, "gate gate-unknown on n1\nenforce: rsup:unknown"),
+        said("f3", "gate", "prolog-refused", NOW - 40 * 86_400_000_000, "gate prolog-refused on n1\nenforce: rsup:Q-1 GPU 3"),
+        said("f4", "xid", "79", NOW - 5, "xid 79 on n1\nfallen off"),
+    ]
+    open_store(sql_target).commit(records)
+    engine = reader_engine(sql_target)
+    with engine.connect() as connection:
+        words = drain_rows.read_gate_words(connection, NOW)
+    engine.dispose()
+    assert words == [
+        ("n1", "gate-unknown", "enforce: rsup:unknown", NOW - 9),
+        ("n1", "prolog-refused", "enforce: rsup:Q-1 GPU 3", NOW - 5),
+    ]
+
+
 def test_a_node_that_only_told_of_its_boards_or_that_slurm_knows_has_a_story(
     open_store: Callable[..., SqlStore], sql_target: Path | str
 ) -> None:
