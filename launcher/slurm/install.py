@@ -55,6 +55,8 @@ def main(words: Sequence[str]) -> int:
     given = _parser().parse_args(list(words))
     places, out = places_of(os.environ), print
     hooks = {name: str(given.hooks / name) for name in HOOKS}
+    if not given.hooks.is_absolute():
+        raise UsageError(f"--hooks {str(given.hooks)!r}: an absolute path is wanted, which slurm.conf can name")
     conf = _conf_path(given.slurm_conf)
     differs: list[str] = []
     if not given.check:

@@ -162,7 +162,8 @@ class Round:
             return str(problem)
         self._confirm(new.serial, reply.etag, have)  # first: a job that comes in between finds either of them confirmed
         write_atomically(self.places.snapshot, reply.data)
-        self.said.append(f"snapshot {new.serial}: {len(new.refused_nodes)} nodes refused")
+        num = len(new.refused_nodes)
+        self.said.append(f"snapshot {new.serial}: {num} node{'s'[: num != 1]} refused")
         return ""
 
     def _believed(self, link: NodeLink, reply: Reply, have: Snapshot | None) -> Snapshot:

@@ -22,7 +22,7 @@ def expand(text: str) -> list[str]:
         for name in _names(item, text):
             names[name] = None
             if len(names) > MAX_NODES:
-                raise UsageError(f"{text[:60]!r} names more than {MAX_NODES} nodes")
+                raise _too_many(text)
     return list(names)
 
 
@@ -36,7 +36,7 @@ def fold(names: Iterable[str]) -> str:
             others.append(name)
             continue
         before, digits, after = found.groups()
-        groups.setdefault((before, after, len(digits) if digits.startswith("0") else 0), set()).add(int(digits))
+        groups.setdefault((before, after, len(digits) if digits[0] == "0" != digits else 0), set()).add(int(digits))
     written = [f"{before}{_ranges(sorted(numbers), width)}{after}" for (before, after, width), numbers in groups.items()]
     return ",".join(written + others)
 
@@ -66,10 +66,16 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last) or int(last) - int(first) >= MAX_NODES:
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
             raise _wrong(text)
+        if int(last) - int(first) >= MAX_NODES:
+            raise _too_many(text)
         found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return found
+
+
+def _too_many(text: str) -> UsageError:
+    return UsageError(f"{text[:60]!r} names more than {MAX_NODES} nodes")
 
 
 def _wrong(text: str) -> UsageError:

@@ -116,7 +116,8 @@ def _undrain(word: Word, nodes: Mapping[str, NodeSeen], logs: Mapping[str, NodeL
         elif not (log.drained or log.wanted or log.reserved or log.number):
             return Answer(f"node {name} is not drained by rsup; nothing was done")
         notes.append(DrainNoted(name, now_us + 1, "unwanted", 0, one_line(word.reason), word.principal))
-    return Answer("", f"{_named(word.nodes)}: may run jobs again, until new evidence speaks against it", notes)
+    whom = "it" if len(word.nodes) == 1 else "them"
+    return Answer("", f"{_named(word.nodes)}: may run jobs again, until there is new evidence against {whom}", notes)
 
 
 def outcome(word: Word, told: Answer, logs: Mapping[str, NodeLog], trouble: str) -> Answer:

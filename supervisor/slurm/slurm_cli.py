@@ -11,7 +11,7 @@ from rsup.supervisor import places
 from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.query_source import NoAnswer, QueryError, RestSource, Sources
-from rsup.supervisor.render import clean, clean_line
+from rsup.supervisor.render import clean, clean_line, plural
 from rsup.supervisor.slurm.gate_watch import gate_lines, refusal_words
 from rsup.supervisor.wire import UsageError
 
@@ -93,7 +93,7 @@ def status_text(status: Json) -> str:
     lines += _failing(status["failing"])
     state = "TRIPPED" if guard["open"] else "holds nothing back"
     lines.append(
-        f"guard: {state}; {guard['num_refused']} nodes refused, limit {guard['limit']} of {guard['num_eligible']},"
+        f"guard: {state}; {plural(guard['num_refused'], 'node')} refused, limit {guard['limit']} of {guard['num_eligible']},"
         f" {guard['in_last_hour']} within the hour"
         + (f"; not counted, out of service anyway: {fold(guard['out_of_service'])}" if guard["out_of_service"] else "")
     )

@@ -84,7 +84,7 @@ case "$*" in
   "show node"*) echo 'NodeName=n0 State=IDLE'; echo 'NodeName=n1 State=IDLE'; echo 'NodeName=n2 State=IDLE';;
   "show reservation"*) echo 'ReservationName=rsup_q_n2 Nodes=n2';;
   delete*) echo 'Requested reservation is in use' >&2; exit 1;;
-  *n1*reason=*) [ -e %s ] || { echo 'slurm_update error: Invalid node state' >&2; exit 1; };;
+  *n1*reason=*|*'n[0-1]'*reason=*) [ -e %s ] || { echo 'slurm_update error: Invalid node state' >&2; exit 1; };;
   *"reason=forbidden"*) echo 'slurm_update error: Invalid user id' >&2; exit 1;;
 esac
 """

@@ -10,7 +10,7 @@ import pytest
 from rsup.launcher import cli
 from rsup.supervisor.database import DATABASE_NAME
 from rsup.supervisor.hardware.client import ChangeRefused, Hardware
-from rsup.supervisor.hardware.hostlist import expand
+from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.hardware.verbs import FOR_ANYONE
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.principals import owner_name
@@ -295,6 +295,10 @@ def test_a_change_waits_for_another_command_that_holds_the_store(alone: Path, mo
 def test_hostlists() -> None:
     assert expand("n[1-3,07],login,a[1-2]b[0]") == ["n1", "n2", "n3", "n07", "login", "a1b0", "a2b0"]
     assert expand("n[08-11]") == ["n08", "n09", "n10", "n11"]
+    for text in ("n[0-3]", "n[00-03]", "n[8-11],login", "n0", "n0a,n0b"):
+        assert fold(expand(text)) == text
+    with pytest.raises(UsageError, match="names more than 65536 nodes"):
+        expand("n[1-99999999]")
     for bad in ("", "n[1-", "n[]", "n[3-1]", "n[a]", "n]1[", "n1,,n2", "n[1-99999999]"):
         with pytest.raises(UsageError):
             expand(bad)

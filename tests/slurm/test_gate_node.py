@@ -352,6 +352,7 @@ def test_install_writes_nothing_where_the_gate_would_not_work(tmp_path: Path, mo
         ("--public-key", str(tmp_path / "junk"), "not the public key of the supervisor"),
         ("--public-key", str(tmp_path / "signing-key"), "private signing key, which no node may have"),
         ("--public-key", str(old), "its public part is beside it"),
+        ("--hooks", "rel/dir", "an absolute path is wanted"),
     ):
         with pytest.raises(UsageError, match=said):
             install([option, value])
@@ -452,7 +453,7 @@ def test_a_round_fetches_verifies_and_delivers(node: NodeSide, supervisor: Stand
     node.places.kernel_log.write_text("4,5,1,-;NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus\n6,6,1,-;else\n")
     NodeSpool(node.places.spool).add(NodeEvent("job-end:x", 1, "job-end", job="4"))
     problems, said = go()
-    assert problems == [] and "snapshot 7: 1 nodes refused" in said
+    assert problems == [] and "snapshot 7: 1 node refused" in said
     assert gate.ask(node.environ).exit_code == 1
     (report,) = supervisor.reports
     assert [one["uuid"] for one in report["inventory"]] == [f"n1-{index}" for index in range(4)] and report[
@@ -674,7 +675,7 @@ def test_a_round_speaks_although_looking_hangs(node: NodeSide, supervisor: Stand
     monkeypatch.setattr(node_round.Round, "look", lambda self: hanging.wait(20))
     problems, said = go()
     hanging.set()
-    assert len(problems) == 1 and "has not ended within 0.05 s" in problems[0] and "snapshot 7: 1 nodes refused" in said
+    assert len(problems) == 1 and "has not ended within 0.05 s" in problems[0] and "snapshot 7: 1 node refused" in said
 
 
 def test_a_full_spool_counts_what_it_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
