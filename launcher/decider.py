@@ -131,7 +131,7 @@ class Decider:
         self.client.spec = msgspec.structs.replace(self.client.spec, listen=self.route.listen)  # for the job's other nodes
         self._embedded = self._start_embedded()
         address = self._address()
-        self.client.use_address(address, self._key_for(address))
+        self.client.leave_for(address, self._key_for(address))
         return (
             f"rsup: {silent}; an embedded one takes its place and "
             f"keeps this job's records in {options.state_dir}: once the job has ended, hand them over there with "

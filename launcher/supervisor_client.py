@@ -14,6 +14,9 @@ and again when nothing was heard for `SILENCE_S`: the supervisor answers every r
 Several supervisors may share one database, of which one leads: the client dials one address at a time. The next is tried when
 the connection is lost, when nothing is heard for `NEXT_AFTER_S`, and at once when what answers only stands by; once all have
 been tried in vain it stays for `STAY_S` where something answered, which may be about to lead.
+
+A supervisor that was busy reads a `Hello` late, perhaps after its agent has gone on. Connections with an unanswered one stay
+open until somebody welcomes us, so that whoever has not can be told `Bye` there.
 """
 
 import logging
@@ -45,6 +48,8 @@ STAY_S = 5.0
 _MAX_MESSAGES_A_POLL = 256
 _FAILED_HANDSHAKES_OF_A_WRONG_KEY = 3
 _HELLOS_IN_VAIN = 5
+_BYE_LINGER_S = 1.0
+_BYE_WITHIN_S = 600.0
 _QUEUE_MESSAGES = 64
 
 _log = logging.getLogger(__name__)
@@ -105,6 +110,11 @@ class SupervisorClient:
         self._secret_identity = secrets.token_hex(16)
         self._plain_identity = False
         self._stale_identity = False
+        self._unanswered: dict[tuple[str, str], zmq.Socket[bytes]] = {}
+        """By address and identity: connections left before their `Hello` was answered."""
+        self._parting: list[zmq.Socket[bytes]] = []
+        """Such ones as we have left for good, until `Bye` could be said; at `_part_by_s` that is given up."""
+        self._part_by_s = 0.0
         self._use(address)
 
     def fileno(self) -> int:
@@ -119,6 +129,12 @@ class SupervisorClient:
     def use_address(self, address: str, key: LinkKey | None = None) -> None:
         """Talk to the supervisor at `address` from now on. The same address: dial it anew."""
         self._disconnect()
+        self._key = key
+        self._use(address)
+
+    def leave_for(self, address: str, key: LinkKey | None = None) -> None:
+        """As `use_address`, for good: a supervisor that has not answered, and may yet do so, hears that we have gone."""
+        self._part(_BYE_WITHIN_S)
         self._key = key
         self._use(address)
 
@@ -137,6 +153,8 @@ class SupervisorClient:
         self._read_monitor()
         messages = self._receive()
         now_s = self._clock()
+        if self._parting:
+            self._say_bye_to_parting()
         if self._welcomed and self.last_heard_s is not None and now_s - self.last_heard_s >= SILENCE_S:
             self._welcomed = False
             self._leave_s = now_s
@@ -177,9 +195,14 @@ class SupervisorClient:
         self._send(wire.Bye(self.agent.agent_id))
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Close the link; wait at most `linger_s` for what is still going out."""
+        """Close the link; wait at most `linger_s` for what is still going out. Whoever has never answered hears that we go."""
         self._credentials.close()
-        self._disconnect(linger_ms=int(linger_s * 1000))
+        if self.supervisor is None:
+            self._part(within_s=0.0)
+        else:
+            self._disconnect(linger_ms=int(linger_s * 1000))
+            while self._parting:
+                self._parting.pop().close(linger=0)
         self._context.term()
         self._epoll.close()
         os.close(self._wake_fd)
@@ -210,7 +233,7 @@ class SupervisorClient:
         after = candidates.index(self.address) if self.address in candidates else -1
         following = next((address for address in candidates[after + 1 :] if address in untried), untried[0])
         self._tried.add(self.address)
-        self._disconnect()
+        self._set_aside()
         self._connect(following)
 
     def _goes_elsewhere(self, message: ToAgent) -> bool:
@@ -255,8 +278,10 @@ class SupervisorClient:
         self._dialled_s = self._clock()
         self._leave_s = self._dialled_s + NEXT_AFTER_S
         self._is_staying = False
+        if (before := self._unanswered.pop((address, self._identity), None)) is not None:
+            before.close(linger=0)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, (self.agent.agent_id if self._plain_identity else self._secret_identity).encode())
+        socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
@@ -284,13 +309,48 @@ class SupervisorClient:
             self.close()
             raise wire.UsageError(f"{address!r} is no address of a supervisor: {error.strerror}") from None
 
+    @property
+    def _identity(self) -> str:
+        return self.agent.agent_id if self._plain_identity else self._secret_identity
+
     def _disconnect(self, linger_ms: int = 0) -> None:
+        self._unwatch()
+        self._socket.close(linger=linger_ms)
+
+    def _set_aside(self) -> None:
+        """Leave the connection; where a `Hello` may yet be read that nobody has answered, it stays open for a `Bye`."""
+        if self.supervisor is not None or self.agent.gone or not self._num_hellos:
+            self._disconnect()
+            return
+        self._unwatch()
+        self._unanswered[self.address, self._identity] = self._socket
+
+    def _part(self, within_s: float) -> None:
+        """Leave all connections for good; say `Bye` behind each `Hello` that nobody has answered."""
+        self._set_aside()
+        self._parting += self._unanswered.values()
+        self._unanswered.clear()
+        self._part_by_s = self._clock() + within_s
+        self._say_bye_to_parting()
+
+    def _say_bye_to_parting(self) -> None:
+        """A connection that is lost just now may come again, and takes it then."""
+        is_late = self._clock() >= self._part_by_s
+        for socket in list(self._parting):
+            try:
+                socket.send(wire.encode(wire.Bye(self.agent.agent_id)), zmq.DONTWAIT)
+            except zmq.Again:
+                if not is_late:
+                    continue
+            self._parting.remove(socket)
+            socket.close(linger=int(_BYE_LINGER_S * 1000))
+
+    def _unwatch(self) -> None:
         for fd in (self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD)):
             assert isinstance(fd, int)
             self._epoll.unregister(fd)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
 
     def _wake(self) -> None:
         """From another thread: a credential is there."""
@@ -408,6 +468,8 @@ class SupervisorClient:
         self._tried.clear()
         self._leave_s = None
         self.supervisor = welcome.supervisor
+        while self._unanswered:
+            self._unanswered.popitem()[1].close(linger=0)
         self.job_id, self.run = welcome.job_id, welcome.run
         self._welcomed = True
         self._hello_every_s = HELLO_EVERY_S
@@ -426,8 +488,8 @@ class SupervisorClient:
         if self._welcomed or (self._hello_at_s is not None and now_s - self._hello_at_s < self._hello_every_s):
             return
         if self._num_hellos >= _HELLOS_IN_VAIN and not self._heard_here and not self._plain_identity:
+            self._set_aside()
             self._plain_identity = True
-            self._disconnect()
             self._connect(self.address)
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             return  # no connection: a credential for it would grow old

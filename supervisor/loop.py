@@ -273,8 +273,10 @@ class Loop:
         batch = Batch(self._now(), self._live.states)
         hardware = self._book.turn(batch)
         try:
+            left = self._left_unread(inputs)
             for one in inputs:
-                self._guarded(batch, hardware, one)
+                if not (isinstance(one, AgentMessage) and one.agent_id in left and isinstance(one.message, Hello)):
+                    self._guarded(batch, hardware, one)
             if with_time:
                 self._sweep.time_passes(batch)
                 self._weigh(hardware, with_time=True)
@@ -292,6 +294,13 @@ class Loop:
                 _log.warning("the store can be written again")
         self._perform(batch, began_s)
         return True
+
+    def _left_unread(self, inputs: Sequence[Input]) -> set[str]:
+        """Newcomers that had gone again before anybody read that they came: no job is begun for them."""
+        told = [one for one in inputs if isinstance(one, AgentMessage) and isinstance(one.message, (Hello, Bye))]
+        last = {one.agent_id: one.message for one in told}
+        known = {one.agent_id for one in told if isinstance(one.message, Hello) and not self._is_new(one.message)}
+        return {agent_id for agent_id, message in last.items() if isinstance(message, Bye)} - known
 
     def _part(self, error: StoreRefuses, inputs: Sequence[Input], with_time: bool) -> bool:
         """Something of these is what the store refuses: in ever smaller parts all but that is taken. As `_process`."""
@@ -482,7 +491,7 @@ class Loop:
             self._report(batch, hardware, one.message)
         else:
             assert isinstance(one.message, Bye)
-            key = self._live.job_of.get(one.message.agent_id)
+            key = self._live.job_of.get(one.message.agent_id) or batch.job_of(one.message.agent_id)
             state = batch.get(key) if key is not None else None
             if state is not None:
                 batch.decide(state, AgentLeft(one.message.agent_id))

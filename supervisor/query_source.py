@@ -236,6 +236,11 @@ class StoreSource:
         self._state = state
         self._note = note
 
+    def is_there(self) -> bool:
+        """Whether there is a store, or one that was used in its place."""
+        with self._reading() as connection:
+            return connection is not None
+
     def jobs(self, limit: int, state: str = "", owner: str = "") -> list[Json]:
         """The newest jobs."""
         from rsup.supervisor.views import list_jobs
@@ -423,7 +428,8 @@ class Sources:
         return bool(self._url)
 
     def read(self, question: Callable[[Source], Answer]) -> Answer:
-        """The answer to `question`."""
+        """The answer to `question`. Raise `NoAnswer` where the supervisor that somebody has named does not answer, and there is
+        no store here."""
         try:
             supervisor = self._usual()
             answer = question(supervisor)
@@ -432,10 +438,16 @@ class Sources:
         except NoAnswer as error:
             if self._given:
                 raise
+            store = StoreSource(self._state, self._note_once)
+            named = self._url or os.environ.get("RSUP_SUPERVISOR") or os.environ.get("RSUP_SOCKET_DIR")
+            is_named = bool(named) and not self._own_only
+            if is_named and not store.is_there():
+                raise type(error)(f"{error}; {self._state} has no store that could be read in its place") from None
             if self._noted != str(error):
                 self._noted = str(error)
-                self._note(f"{error}; reading the store")
-        return question(StoreSource(self._state, self._note_once))
+                where = f" in {self._state}" if is_named and str(self._state) not in str(error) else ""
+                self._note(f"{error}; reading the store{where}")
+        return question(store)
 
     def jobs(self, limit: int, state: str, owner: str) -> list[Json]:
         """The newest jobs."""

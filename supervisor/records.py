@@ -9,6 +9,9 @@ from msgspec import Struct
 
 from rsup.supervisor.wire import MetricBin
 
+GIVEN_UP = "given up before anything ran"
+"""How the reason of such an end begins."""
+
 
 class JobKey(Struct, frozen=True, order=True):
     """Names one run of a job. `run` counts from 1 per (cluster, owner, id)."""

@@ -18,12 +18,13 @@ from rsup.supervisor.devices_known import badness, devices_known
 from rsup.supervisor.events import AgentJoined, Now
 from rsup.supervisor.fault_evidence import lost_node_evidence
 from rsup.supervisor.node_versions import difference
-from rsup.supervisor.records import JobKey
+from rsup.supervisor.records import GIVEN_UP, JobKey
 from rsup.supervisor.refusal import nnodes, refusal
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import LIVE_PHASES, AgentState, Budget, JobState, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
 from rsup.supervisor.wire import (
+    EXIT_NO_SUPERVISOR,
     EXIT_REQUEUE,
     EXIT_USAGE,
     AgentInfo,
@@ -275,7 +276,7 @@ def known_dead(turn: Turn, agent_id: str, reason: str, *, for_good: bool, with_n
     turn.see_node(agent_id)
     phase = turn.state.phase
     if phase is Phase.STARTING and not turn.state.store_bound and agent.group_rank >= 0:
-        abandon_start(turn, text)
+        abandon_start(turn, text, "stopped" if agent.left else "lost")
     elif phase in LIVE_PHASES and phase is not Phase.STOPPING and agent.group_rank >= 0 and unfinished:
         fail_attempt(turn, "agent-lost", text, node=agent.info.node)
 
@@ -287,10 +288,10 @@ def _harmless(command: AnyCommand) -> AnyCommand:
     return command
 
 
-def abandon_start(turn: Turn, reason: str) -> None:
+def abandon_start(turn: Turn, reason: str, outcome: str = "lost") -> None:
     """Give up a start of which no rank was spawned; it costs no restart."""
     if turn.state.current is not None:
-        turn.change(current=replace(turn.state.current, outcome="lost", reason=reason, stopped_us=turn.now.us))
+        turn.change(current=replace(turn.state.current, outcome=outcome, reason=reason, stopped_us=turn.now.us))
         turn.record(turn.state.current)
     turn.log("StartAbandoned", f"attempt {turn.state.attempt} was not started: {reason}", "warning")
     turn.enter(Phase.FORMING, turn.now.s + turn.state.spec.join_timeout_s)
@@ -324,6 +325,10 @@ def _end_deserted(turn: Turn) -> None:
     """No agent is left to form an attempt with. Launchers that left on their own word have exited with 88: so has the job."""
     state = turn.state
     has_run = state.attempt > 1 or state.store_bound
+    if not has_run and state.failure is None and all(agent.left for agent in state.agents.values()):
+        left = plural(len(state.agents), "launcher")
+        end_job(turn, EXIT_NO_SUPERVISOR, f"{GIVEN_UP}: {left} of it left, as one does that has waited in vain for an answer")
+        return
     if has_run and any(agent.left and agent.group_rank >= 0 for agent in state.agents.values()):
         code = EXIT_REQUEUE
     else:

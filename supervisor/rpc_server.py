@@ -216,6 +216,8 @@ class RpcServer:
         received: list[Received] = []
         while self._asked:
             place, hello, answer = self._asked.popleft()
+            if place not in self._asking:
+                continue  # it has left meanwhile
             self._asking.discard(place)
             if (message := self._decide(place, hello, answer)) is not None:
                 self.counters.received += 1
@@ -261,7 +263,11 @@ class RpcServer:
                 identity, message = _read(first, frames)
                 if isinstance(message, Hello):
                     greeted.add(identity)
-                elif identity not in greeted and self._route.get(message.agent_id) != Connection(link, identity):
+                elif not (
+                    identity in greeted
+                    or self._route.get(message.agent_id) == Connection(link, identity)
+                    or (isinstance(message, wire.Bye) and Connection(link, identity) in self._asking)
+                ):
                     raise MessageError(_BEFORE_HELLO)  # not kept till then: it may be as large as messages may be
             except MessageError as error:
                 self._count_bad(link, str(error))
@@ -300,6 +306,10 @@ class RpcServer:
         if isinstance(message, Hello):
             return self._hello(place, first, message)
         agent_id = message.agent_id
+        if isinstance(message, wire.Bye) and place in self._asking:
+            self._asking.discard(place)
+            if self._route.get(agent_id) != place:
+                return None
         if self._route.get(agent_id) != place:
             raise MessageError(_BEFORE_HELLO)
         if link.open and agent_id not in link.agents:

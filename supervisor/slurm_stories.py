@@ -14,7 +14,7 @@ from pathlib import Path
 from rsup.supervisor import places
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.principals import owner_name
-from rsup.supervisor.query_source import Answer, Json, RestSource, Source, Sources, name_of
+from rsup.supervisor.query_source import Answer, Json, NoAnswer, RestSource, Source, Sources, name_of
 from rsup.supervisor.wire import RsupError
 
 DATABASE_NAME = "rsup.db"
@@ -128,7 +128,13 @@ class StorySources(Sources):
         age: str,
         limit: int,
     ) -> list[Json]:
-        items = super().read(question)
+        try:
+            items = super().read(question)
+        except NoAnswer as error:
+            if not folders:
+                raise
+            items = []
+            self._note(str(error))
         known = {identity(one) for one in items}
         found = _dated(items, age)
         for folder in folders:

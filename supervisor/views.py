@@ -16,6 +16,7 @@ from rsup.supervisor.case_views import job_cases
 from rsup.supervisor.goodput_views import goodputs, iteration_of
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.metric_views import curves_of, latest_of
+from rsup.supervisor.records import GIVEN_UP
 from rsup.supervisor.states import JobState, Phase
 from rsup.supervisor.story_views import list_incidents, mark_cured
 from rsup.supervisor.straggler_views import straggler_fields
@@ -23,6 +24,7 @@ from rsup.supervisor.tables import attempts, beats, cases, checkpoints, incident
 from rsup.supervisor.training_views import in_process_fields, in_process_rows, left_fields, machine_state, work_fields
 from rsup.supervisor.view_times import iso, seconds_between
 from rsup.supervisor.waiting_view import waiting_for
+from rsup.supervisor.wire import EXIT_NO_SUPERVISOR
 
 Fields = Mapping[str, Any]
 
@@ -83,7 +85,7 @@ def job_fields(row: RowMapping) -> dict[str, Any]:
         "cluster": row["cluster"],
         "owner": row["owner"],
         "state": row["phase"],
-        "outcome": ("succeeded" if row["exit_code"] == 0 else "failed") if ended else None,
+        "outcome": _outcome(row) if ended else None,
         "reason": row["reason"],
         "exit_code": row["exit_code"],
         "command": row["command"],
@@ -97,6 +99,12 @@ def job_fields(row: RowMapping) -> dict[str, Any]:
         "updated": iso(row["updated_us"]),
         "ended": iso(row["ended_us"]),
     }
+
+
+def _outcome(row: RowMapping) -> str:
+    if row["exit_code"] == EXIT_NO_SUPERVISOR and row["reason"].startswith(GIVEN_UP):
+        return GIVEN_UP.partition(" before")[0]
+    return "succeeded" if row["exit_code"] == 0 else "failed"
 
 
 def public_fields(job: Fields) -> dict[str, Any]:

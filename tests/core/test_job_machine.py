@@ -20,7 +20,7 @@ from rsup.supervisor.events import (
     Tick,
 )
 from rsup.supervisor.job_machine import EVENTS, FACTS
-from rsup.supervisor.records import AttemptSaved
+from rsup.supervisor.records import GIVEN_UP, AttemptSaved
 from rsup.supervisor.states import Phase, Role
 from tests.core.job_driver import Driver, hello, info, spec
 
@@ -660,6 +660,17 @@ def test_a_launcher_that_leaves_before_anything_ran_ends_the_job() -> None:
     driver.join("a")
     driver.feed(AgentLeft("a"))
     assert driver.state.phase is Phase.ENDED
+
+
+def test_a_job_whose_launchers_leave_before_anything_ran_is_given_up_and_no_node_is_lost() -> None:
+    driver = Driver(spec())
+    driver.join("a")
+    assert driver.state.phase is Phase.STARTING
+    driver.feed(AgentLeft("a"))
+    assert driver.state.phase is Phase.ENDED and driver.state.reason.startswith(GIVEN_UP)
+    assert driver.state.current is not None and driver.state.current.outcome == "stopped"
+    assert "AgentLost" not in [event.kind for event in driver.events()]
+    assert driver.state.agents["a"].role is Role.GONE
 
 
 def test_ranks_ended_by_their_own_launcher_are_a_lost_node_not_a_crash() -> None:

@@ -125,6 +125,23 @@ def test_two_hellos_of_one_agent_in_one_batch_make_one_job() -> None:
     assert not [m for _, m in bench.sent if isinstance(m, wire.Refusal)]
 
 
+def test_a_newcomer_that_has_left_before_it_was_read_begins_no_job() -> None:
+    bench = Bench()
+    came, left = AgentMessage("a", hello("a", spec())), AgentMessage("a", wire.Bye("a"))
+    bench.loop.handle([came, came, left])
+    assert not bench.store.rows.get(JobSaved) and not bench.sent and not bench.store.events
+    bench.loop.handle([left, came])
+    assert bench.saved.phase == "starting", "one that comes again"
+    bench.loop.handle([came, left])
+    assert bench.saved.phase == "ended", "one that the job knows"
+
+
+def test_a_bye_right_behind_its_hello_reaches_the_job() -> None:
+    bench = Bench()
+    bench.loop.handle([AgentMessage("a", hello("a", spec(), job_id="t1", run=1)), AgentMessage("a", wire.Bye("a"))])
+    assert bench.saved.phase == "ended"
+
+
 def test_the_trouble_of_the_store_is_in_each_new_jobs_story() -> None:
     bench = Bench()
     notice = "rsup.db is damaged; this job's story is kept in rsup-fallback-1.db"

@@ -520,6 +520,24 @@ def test_a_newcomer_that_is_refused_says_why(launch: Launch) -> None:
     assert "job t1 is already running" in launch.err
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_a_supervisor_that_reads_late_hears_that_the_launch_has_gone(own_directories: Path, required: bool) -> None:
+    """By then the launch has said `Hello` from two identities, as to one of an older release."""
+    late = ScriptedSupervisor(own_directories)
+    try:
+        words = ["--supervisor", late.address, *(["--require-supervisor"] if required else []), "--no-python", "true"]
+        impatient = "import sys; from rsup.launcher import cli, decider; decider.FALLBACK_AFTER_S = 5.0; sys.exit(cli.main())"
+        done = subprocess.run([sys.executable, "-c", impatient, "launch", *words], capture_output=True, text=True, timeout=120)
+        assert done.returncode == (75 if required else 0), done.stderr
+        last: dict[bytes, wire.ToSupervisor] = {}
+        while late._socket.poll(2000):
+            identity, content = late._socket.recv_multipart()
+            last[identity] = wire.decode_to_supervisor(content)
+        assert last and all(isinstance(message, wire.Bye) for message in last.values()), last
+    finally:
+        late.close()
+
+
 def test_a_required_supervisor_that_is_absent(own_directories: Path) -> None:
     script = own_directories / "s.py"
     script.write_text("")

@@ -205,6 +205,34 @@ def test_who_waits_for_a_job_is_not_ended_by_what_may_pass(tmp_path: Path) -> No
     server.close()
 
 
+def test_who_leaves_while_it_is_asked_who_it_is_has_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`munged` takes its time, and the `Bye` is read before it has answered."""
+    admission = Admission(Identities(TokenBook(()), Peers(shared=True), str(tmp_path / "no-munged")), shared=True)
+    monkeypatch.setattr(admission, "must_wait", lambda peer, hello: True)
+    monkeypatch.setattr(admission, "who", lambda peer, hello: knows.wait(60) and Admitted(None))
+    knows = threading.Event()
+    hello = Hello(
+        (wire.OLDEST_WIRE_VERSION, wire.WIRE_VERSION), wire.RELEASE, AgentInfo("a", "n", "h", 1), JobSpec(owner="ann")
+    )
+    server = RpcServer(None, admission)
+    until_s = time.monotonic() + 60
+    with zmq.Context() as context:
+        link = dealer(context, server.bind(f"ipc://{tmp_path}/rpc"), "a")
+        say(link, hello)
+        while not server._asking:
+            assert time.monotonic() < until_s and server.receive(0.1) == []
+        say(link, wire.Bye("a"))
+        while server._asking:
+            assert time.monotonic() < until_s and server.receive(0.1) == []
+        knows.set()
+        while not server._asked:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert server.receive(0.1) == [] and not server._route and server.counters.bad == 0
+        link.close()
+        server.close()
+
+
 def test_an_open_link_takes_no_word_for_an_agent_of_another_job() -> None:
     admission = Admission(Identities(TokenBook(()), Peers(shared=True), "/nonexistent"), shared=False)
     server = RpcServer(None, admission)

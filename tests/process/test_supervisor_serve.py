@@ -10,10 +10,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places
+from rsup.supervisor.query_source import Sources
 from rsup.supervisor.rest_thread import RestThread
 from rsup.supervisor.wire import AgentInfo, JobSpec, Refusal, ToAgent, Welcome
 from tests.jobs.conftest import free_port
@@ -61,6 +63,45 @@ def test_serve_answers_agents_over_tcp_with_a_key_and_people_over_rest(state: Pa
         assert process.returncode == 0, errors
         assert notify.recv(100) == b"STOPPING=1"
     notify.close()
+
+
+def test_one_that_stood_still_while_a_launch_went_on_without_it_keeps_no_job_of_it(
+    state: Path, own_directories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([*MAIN, "--listen", "127.0.0.1:0", "--rpc-listen", f"127.0.0.1:{free_port()}"]) as process:
+        try:
+            until(lambda: (state / "supervisor.json").exists() and bool(served(state).rpc_tcp))
+            found, secret = served(state), places.find_secret(state)
+            assert secret is not None
+            key = places.link_key(secret)
+            agents = [
+                SupervisorClient(
+                    found.rpc_tcp, AgentInfo(name, name, "127.0.0.1", 1), JobSpec(owner="ann", job_id=name), Spool(None), key
+                )
+                for name in ("gone", "stays")
+            ]
+            leaves, stays = agents
+            monkeypatch.setattr(leaves._credentials, "take", lambda address, keyed: None)
+            monkeypatch.setattr(stays._credentials, "take", lambda address, keyed: None)
+            for one in agents:
+                until(lambda one=one: int(one._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT, one.poll)  # type: ignore[misc]
+            os.kill(process.pid, signal.SIGSTOP)
+            monkeypatch.setattr(leaves._credentials, "take", lambda address, keyed: "")
+            until(lambda: leaves._num_hellos > 0, leaves.poll)
+            leaves.leave_for(f"ipc://{own_directories}/other")
+            os.kill(process.pid, signal.SIGCONT)
+            monkeypatch.setattr(stays._credentials, "take", lambda address, keyed: "")
+            until(lambda: stays.connected, stays.poll)
+            sources = Sources(state, "", note=lambda text: None)
+            until(lambda: {job["id"]: job["outcome"] for job in sources.jobs(9, "", "")} in KEEPS_NOTHING_OF_GONE, stays.poll)
+            for one in agents:
+                one.close()
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+
+
+KEEPS_NOTHING_OF_GONE: list[dict[str, str | None]] = [{"stays": None}, {"stays": None, "gone": "given up"}]
 
 
 def test_serve_does_not_start_on_a_store_that_has_moved_away(state: Path) -> None:

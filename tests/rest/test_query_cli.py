@@ -42,6 +42,17 @@ def test_the_store_is_read_when_no_supervisor_runs(story: SqlStore, capsys: pyte
     assert err == "rsup: no supervisor runs; reading the store\n"
 
 
+def test_one_that_was_named_and_is_silent_is_not_taken_for_an_empty_store(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RSUP_SUPERVISOR_URL", "http://127.0.0.1:1")
+    for words in (["jobs"], ["status", "t1"], ["devices", "list"]):
+        out, err = told(capsys, *words, code=1)
+        assert not out and f"{state} has no store that could be read in its place" in err
+    monkeypatch.delenv("RSUP_SUPERVISOR_URL")
+    assert "no jobs yet" in told(capsys, "jobs")[0], "nobody was named"
+
+
 def test_a_state_directory_that_others_may_not_look_into(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's shared supervisor is asked all the same; without one a line says what is wrong."""
     sockets = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))

@@ -107,8 +107,15 @@ def test_a_shared_supervisor_that_does_not_answer_is_named(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    out, err = told(capsys, "jobs")
-    assert said in err and "reading the store" in err and "no jobs yet" in out
+    for words in (["jobs"], ["events", "4711"], ["devices", "list"]):
+        out, err = told(capsys, *words, code=1)
+        assert said in err and f"{home} has no store" in err and not out, words
+    keep(home / "slurm/gpu-4711", "4711", 90)
+    out, err = told(capsys, "jobs", "--json")
+    assert [job["id"] for job in json.loads(out)] == ["4711"] and said in err
+    keep(home, "mine", 50)
+    out, err = told(capsys, "jobs", "--json")
+    assert "mine" in {job["id"] for job in json.loads(out)} and said in err and f"reading the store in {home}\n" in err
 
 
 def test_a_state_directory_of_somebody_else_is_one_line(
