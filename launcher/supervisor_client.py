@@ -319,7 +319,7 @@ class SupervisorClient:
 
     def _set_aside(self) -> None:
         """Leave the connection; where a `Hello` may yet be read that nobody has answered, it stays open for a `Bye`."""
-        if self.supervisor is not None or self.agent.gone or not self._num_hellos:
+        if self.supervisor is not None or self.agent.gone or self._heard_here or not self._num_hellos:
             self._disconnect()
             return
         self._unwatch()

@@ -268,6 +268,8 @@ class RpcServer:
                     or self._route.get(message.agent_id) == Connection(link, identity)
                     or (isinstance(message, wire.Bye) and Connection(link, identity) in self._asking)
                 ):
+                    if isinstance(message, wire.Bye):
+                        continue  # of one that was not let in
                     raise MessageError(_BEFORE_HELLO)  # not kept till then: it may be as large as messages may be
             except MessageError as error:
                 self._count_bad(link, str(error))
@@ -306,10 +308,9 @@ class RpcServer:
         if isinstance(message, Hello):
             return self._hello(place, first, message)
         agent_id = message.agent_id
-        if isinstance(message, wire.Bye) and place in self._asking:
+        if isinstance(message, wire.Bye) and self._route.get(agent_id) != place:
             self._asking.discard(place)
-            if self._route.get(agent_id) != place:
-                return None
+            return None
         if self._route.get(agent_id) != place:
             raise MessageError(_BEFORE_HELLO)
         if link.open and agent_id not in link.agents:
