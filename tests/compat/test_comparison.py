@@ -22,6 +22,7 @@ TORCHRUN_ROWS = [row for row in ROWS if row.torchrun_fails and not row.tags & {"
 """`make comparison` runs torchrun in the others too."""
 
 
+@pytest.mark.peer
 @pytest.mark.parametrize("row", _parameters(TORCHRUN_ROWS))
 def test_torchrun_is_not(row: Row) -> None:
     """If this fails, torchrun has been mended: say so in the row. Where it is right by chance, it is asked again."""
