@@ -19,9 +19,7 @@ MAX_REASON_CHARS = 600
 MAX_STOOD_IN = 4
 MAX_ERROR_FILE_BYTES = 4 * 1024 * 1024
 
-_WARNING = re.compile(
-    r"^(\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?|(rsup: )?warning: .*|WARNING\b.*|\[?WARN(ING)?\]?:? .*)$", re.MULTILINE
-)
+_WARNING = re.compile(r"^(\S+:\d+: \w*Warning: .*(\n[ \t]+\S.*)?|(rsup: )?warning: .*|\[?WARN(ING)?\b.*)$", re.MULTILINE)
 """Python's, with the source line that each shows, and those of programs, ours too: they name errors that ended nothing."""
 _RESTARTED_AFTER = re.compile(
     r"^.*: entry \d+ into the training ends, in-process restart follows:\n(Traceback .*\n([ \t].*\n)*.*$)?", re.MULTILINE

@@ -266,10 +266,8 @@ class RpcServer:
                 elif not (
                     identity in greeted
                     or self._route.get(message.agent_id) == Connection(link, identity)
-                    or (isinstance(message, wire.Bye) and Connection(link, identity) in self._asking)
+                    or isinstance(message, wire.Bye)  # of one that was not let in: `_admit` knows
                 ):
-                    if isinstance(message, wire.Bye):
-                        continue  # of one that was not let in
                     raise MessageError(_BEFORE_HELLO)  # not kept till then: it may be as large as messages may be
             except MessageError as error:
                 self._count_bad(link, str(error))

@@ -51,7 +51,7 @@ def short(problems: Sequence[str]) -> list[str]:
     """For one line, however much is wrong."""
     left = len(problems) - MAX_PROBLEMS
     shown = [one if len(one) <= MAX_CHARS else f"{one[:MAX_CHARS]}..." for one in problems[:MAX_PROBLEMS]]
-    return [*shown, f"and {left} more problems"] if left > 0 else shown
+    return [*shown, f"and {left} more problem{'s'[: left != 1]}"] if left > 0 else shown
 
 
 def run_round(*, with_jitter: bool) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
 """Ranks whose timers and straggler detectors report together; run by `test_observed_ranks.py`."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -83,6 +84,23 @@ def check_timers_of_level_1_meet_the_other_ranks_at_their_start(rank: int, size:
         assert barriers.call_count == 4
 
 
+def played(
+    rank: int, clock: Clock, *, enabled: bool = False, requested: Callable[[], Mapping[str, bool]] = dict
+) -> StragglerDetector:
+    """A rank's detector under a clock that the test moves."""
+    return StragglerDetector(
+        rank=rank,
+        device=RankDevice(f"CPU-{rank}", f"n{rank}"),
+        torch_device=torch.device("cpu"),
+        group=None,
+        warn=fail,
+        enabled=enabled,
+        requested=requested,
+        section_totals=dict,
+        now_ns=clock,
+    )
+
+
 def measured(detector: StragglerDetector, clock: Clock, rank: int) -> None:
     timer = detector.timer("forward-compute")
     assert timer is not None
@@ -92,16 +110,7 @@ def measured(detector: StragglerDetector, clock: Clock, rank: int) -> None:
 
 def check_all_ranks_name_the_slow_one_and_switch_together(rank: int, size: int) -> None:
     clock, asked = Clock(), dict[str, bool]()
-    detector = StragglerDetector(
-        rank=rank,
-        device=RankDevice(f"CPU-{rank}", f"n{rank}"),
-        torch_device=torch.device("cpu"),
-        group=None,
-        warn=fail,
-        requested=lambda: asked,
-        section_totals=dict,
-        now_ns=clock,
-    )
+    detector = played(rank, clock, requested=lambda: asked)
     reports: list[StragglerReport | None] = []
     for iteration in range(1, 7):
         measured(detector, clock, rank)
@@ -122,17 +131,7 @@ def check_all_ranks_name_the_slow_one_and_switch_together(rank: int, size: int) 
 
 def check_a_pause_hides_no_slow_rank(rank: int, size: int) -> None:
     clock = Clock()
-    detector = StragglerDetector(
-        rank=rank,
-        device=RankDevice(f"CPU-{rank}", f"n{rank}"),
-        torch_device=torch.device("cpu"),
-        group=None,
-        warn=fail,
-        enabled=True,
-        requested=dict,
-        section_totals=dict,
-        now_ns=clock,
-    )
+    detector = played(rank, clock, enabled=True)
     log = TrainingLog(TrainingLogOptions(train_iters=9), say=lambda text: None, warn=fail, pausable=[detector])
     for iteration in range(1, 4):
         measured(detector, clock, rank)
