@@ -74,19 +74,21 @@ def test_a_hang_is_found_its_stacks_are_kept_and_training_goes_on(place: Place, 
 @pytest.mark.timeout(400)
 def test_the_supervisors_death_costs_nothing(place: Place) -> None:
     launched = place.launch(
-        *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "600", "--save-interval", "20"),
+        *("--nproc-per-node", "2", "--job-id", "s", *SMALL, "--iterations", "100000", "--save-interval", "100"),
         *("--save", str(place.folder / "s")),
     )
-    for start in (10, 100, 200):
+    for start in (10, 110, 210):
         wait_until(lambda start=start: place.iteration_of("s") >= start, f"iteration {start}", 150)
         before = place.supervisor_pid()
         os.kill(before, signal.SIGKILL)
         wait_until(lambda before=before: place.supervisor_pid() != before, "another supervisor")
+    place.rsup("stop", "s")
     launched.ends(0)
     status = place.status("s")
     assert len(status["attempts"]) == 1 and not status["incidents"]
-    assert [c["iteration"] for c in status["checkpoints"]][-1] == 600
-    assert len({c["iteration"] for c in status["checkpoints"]}) == 30
+    saved = [c["iteration"] for c in status["checkpoints"]]
+    assert saved[-1] > 210
+    assert saved == sorted({*range(100, saved[-1], 100), saved[-1]})
 
 
 @pytest.mark.timeout(240)
