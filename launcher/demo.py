@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.wire import RsupError
 
 ITERATIONS = 60
@@ -26,7 +27,7 @@ class DemoFailed(RsupError):
 
 def main(argv: list[str]) -> int:
     """Run the demonstration; 0 when both runs end with the same parameters."""
-    parser = argparse.ArgumentParser(prog="rsup demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(prog="rsup demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dir", default="demo-run", help="where checkpoints and the store go (replaced; default: demo-run)")
     folder = Path(parser.parse_args(argv).dir).absolute()
     _make_empty(folder)

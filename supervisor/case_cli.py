@@ -3,20 +3,16 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rsup.supervisor.job_name import JobName
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_cli import count, print_json, sources_of
 from rsup.supervisor.query_source import QueryError, Sources
 from rsup.supervisor.render import paint_for, terminal_width
-from rsup.supervisor.wire import VERDICTS, RsupError, UsageError
+from rsup.supervisor.wire import VERDICTS, RsupError
 
 Json = dict[str, Any]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,12 +27,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="rsup cases",
         description="Rerun cases: iterations with a rejected result, what replays made of them, and the verdict.",
         allow_abbrev=False,
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list|show", parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list|show", parser_class=OneLineParser)
     listing = verbs.add_parser("list", help="list cases, newest first", allow_abbrev=False)
     listing.add_argument("job", metavar="JOB", nargs="?", help="ID, ID.RUN or OWNER/ID (default: cases of all jobs)")
     listing.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20)")

@@ -10,9 +10,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rsup.supervisor import places
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.wire import RELEASE, UsageError
 
 SYSTEM_FILE = Path("/etc/rsup/rsup.toml")
@@ -196,13 +197,8 @@ def from_file(path: Path) -> dict[str, Any]:
     return _from_file(path, required=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, description="The supervisor of rsup jobs.", allow_abbrev=False)
+    parser = OneLineParser(prog=program, description="The supervisor of rsup jobs.", allow_abbrev=False)
     for setting in fields(Settings):
         option = option_of(setting.name)
         help_text = f"{option.text} [{option.env}]"

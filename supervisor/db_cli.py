@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
@@ -39,6 +39,7 @@ from rsup.supervisor.database_errors import translated
 from rsup.supervisor.history_check import history_problems
 from rsup.supervisor.lease import LeaseHolder, LeaseRecord, read_record
 from rsup.supervisor.network_copy import copy_database
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.places import boot_id, state_dir, this_host
 from rsup.supervisor.postgres_lease import is_held, read_holder
 from rsup.supervisor.render import pieces, plural
@@ -96,21 +97,16 @@ def _settle(options: argparse.Namespace) -> Path:
     return state_dir(options.state_dir or in_file or None)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`")
-
-
 def _parser() -> argparse.ArgumentParser:
-    shared = _Parser(add_help=False)
+    shared = OneLineParser(add_help=False)
     shared.add_argument("--state-dir", metavar="DIR", help="the state directory (RSUP_STATE_DIR, ~/.local/state/rsup)")
     shared.add_argument(
         "--database-url", metavar="URL", help="the store, where it is not in a state directory (RSUP_DATABASE_URL)"
     )
     shared.add_argument("--config", type=Path, metavar="FILE", help="take both from the settings of `rsup serve`, rsup.toml")
     shared.add_argument("--json", action="store_true", help="answer in JSON")
-    parser = _Parser(prog="rsup db", description="Care for the store.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
+    parser = OneLineParser(prog="rsup db", description="Care for the store.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
     backup = verbs.add_parser("backup", parents=[shared], help="write a copy of the store, while it is in use too")
     backup.add_argument(
         "file",

@@ -36,8 +36,10 @@ def list_nodes(
     rows = {row["node"]: row for row in connection.execute(select(nodes).where(nodes.c.node.in_(shown))).mappings()}
     named = _jobs_of(connection, {row["job"] for row in rows.values()})
     quiet = _quiet_nodes(connection, [name for name in shown if name not in rows])
+    boards = _boards_on(connection, shown)
     standings = standing_views.standings(connection, "node", [(name, "") for name in shown])
-    items = [{**(_node_fields(rows[name], named) if name in rows else quiet[name]), **standings[name]} for name in shown]
+    known_here = {name: _node_fields(rows[name], boards[name], named) if name in rows else quiet[name] for name in shown}
+    items = [{**known_here[name], **standings[name]} for name in shown]
     return items, shown[-1] if len(names) > limit else None
 
 
@@ -61,10 +63,7 @@ def _unheard_of(connection: Connection, names: Collection[str]) -> set[str]:
 
 def _quiet_nodes(connection: Connection, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Fields of nodes that took part in no job: what is known of their boards."""
-    stays = select(seats).where(seats.c.node.in_(names), seats.c.to_us.is_(None)).order_by(seats.c.pci_bus_id, seats.c.uuid)
-    boards: dict[str, list[str]] = {name: [] for name in names}
-    for row in connection.execute(stays).mappings():
-        boards[row["node"]].append(row["uuid"])
+    boards = _boards_on(connection, names)
     times = select(seats.c.node, func.min(seats.c.from_us), func.max(seats.c.seen_us)).where(seats.c.node.in_(names))
     seen = {node: (first_us, last_us) for node, first_us, last_us in connection.execute(times.group_by(seats.c.node))}
     found = {}
@@ -73,6 +72,15 @@ def _quiet_nodes(connection: Connection, names: Sequence[str]) -> dict[str, dict
         told = {"first_seen": iso(first_us), "last_seen": iso(last_us), "job": None, "devices": boards[name]}
         found[name] = {"node": name, "role": "", **told}
     return found
+
+
+def _boards_on(connection: Connection, names: Sequence[str]) -> dict[str, list[str]]:
+    """UUIDs of the boards that sit in these nodes now, by slot."""
+    stays = select(seats).where(seats.c.node.in_(names), seats.c.to_us.is_(None)).order_by(seats.c.pci_bus_id, seats.c.uuid)
+    boards: dict[str, list[str]] = {name: [] for name in names}
+    for row in connection.execute(stays).mappings():
+        boards[row["node"]].append(row["uuid"])
+    return boards
 
 
 def node_detail(
@@ -99,7 +107,7 @@ def node_detail(
         for part in parts
     ]
     found = _incidents(connection, select(incidents).where(incidents.c.node == name))
-    return {**_node_fields(row, named), **standing, "jobs": history, "incidents": found}
+    return {**_node_fields(row, _boards_on(connection, [name])[name], named), **standing, "jobs": history, "incidents": found}
 
 
 def list_devices(
@@ -134,9 +142,10 @@ def device_detail(connection: Connection, uuid: str, may_read: MayRead = everyth
     return {**_device_fields(row, in_use), **standing, "placements": history, "incidents": found}
 
 
-def _node_fields(row: RowMapping, named: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def _node_fields(row: RowMapping, boards: Sequence[str], named: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """`row`: of the newest job, which may have used few of the node's boards, or none."""
     seen = {"first_seen": iso(row["first_us"]), "last_seen": iso(row["at_us"])}
-    devices_here = list(dict.fromkeys(row["devices"]))  # ranks that share a device name it several times
+    devices_here = list(boards) or list(dict.fromkeys(row["devices"]))  # ranks that share a device name it several times
     return {"node": row["node"], "role": row["role"], **seen, "job": named.get(row["job"]), "devices": devices_here}
 
 

@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rsup.supervisor.job_name import JobName
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
 from rsup.supervisor.render import fitting, paint_for, terminal_width
 from rsup.supervisor.request_outcome import outcome
@@ -46,13 +47,8 @@ def main(verb: str, argv: Sequence[str]) -> int:
     return _RUN[verb](_parser(verb).parse_args(list(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def _parser(verb: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"rsup {verb}", description=DESCRIPTIONS[verb], allow_abbrev=False)
+    parser = OneLineParser(prog=f"rsup {verb}", description=DESCRIPTIONS[verb], allow_abbrev=False)
     if verb in CHANGES:
         parser.add_argument("job", metavar="JOB", help="ID, ID.RUN or OWNER/ID")
         if verb == "fence":

@@ -3,20 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rsup.supervisor.job_name import JobName
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_cli import print_json, sources_of, supervisor_for
 from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import paint_for, terminal_width
-from rsup.supervisor.wire import UsageError
 
 Json = dict[str, Any]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="rsup stragglers",
         description="Show the ranks that held a job's others up, or switch their detection on or off while it runs.",
         allow_abbrev=False,

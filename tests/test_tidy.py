@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("supervisor", "worker", "launcher", "migrations")
-CONTRACT = {f"rsup.supervisor.{name}" for name in ("wire", "heartbeat_board", "places", "munge")}
+CONTRACT = {f"rsup.supervisor.{name}" for name in ("wire", "heartbeat_board", "places", "munge", "one_line_parser")}
 HEAVY = {"torch", "sqlalchemy", "fastapi", "uvicorn", "alembic"}
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 

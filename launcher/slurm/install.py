@@ -25,6 +25,7 @@ from rsup.launcher.slurm.node_settings import (
 )
 from rsup.launcher.slurm.slurm_conf import HOOK_KEYS, LEVELS, OFF, UNSAFE, check_conf, check_files, read_conf
 from rsup.launcher.slurm.snapshot_file import public_key_of
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.wire import RsupError, UsageError
 
 HOOK_FOLDER = Path("/usr/libexec/rsup")
@@ -142,7 +143,8 @@ def write_node(places: NodePlaces, given: argparse.Namespace, key: str) -> list[
         if key:
             lines.append(_write(places.under(settings.public_key_file), key, 0o644, given.dry_run))
         for path, what in ((settings.public_key_file, "signing-key.pub"), (settings.token_file, "rsup slurm node-token")):
-            if not places.under(path).exists():
+            is_given = bool(key) and path == settings.public_key_file
+            if not is_given and not places.under(path).exists():
                 lines.append(f"missing  {places.under(path)}: from the supervisor's host, {what}")
         if not given.dry_run:
             lines += _key_problem(places, settings)
@@ -202,8 +204,11 @@ def _report(path: Path, hooks: dict[str, str], settings: NodeSettings) -> bool:
     """Say what is found; whether it is well."""
     try:
         conf = read_conf(path)
+        is_text = b"\0" not in path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name slurm.conf with --slurm-conf") from None
+    if not conf or not is_text:
+        raise UsageError(f"{path} is no slurm.conf: no text with lines KEY=VALUE; name the right one with --slurm-conf")
     found = [*check_conf(conf, hooks, whole_node=settings.whole_node), *check_files(conf, hooks)]
     found.sort(key=lambda one: LEVELS.index(one.level))
     print(f"{path}: " + (f"{len(found)} things to look at" if found else "nothing to say against it"))
@@ -213,7 +218,7 @@ def _report(path: Path, hooks: dict[str, str], settings: NodeSettings) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="rsup slurm install",
         allow_abbrev=False,
         description=f"Write this node's hooks ({', '.join(HOOK_KEYS)}) and settings, and check slurm.conf. Root, on each node.",

@@ -51,6 +51,8 @@ class Round:
     node: str
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    """Events that were not taken even alone, and stay in the spool."""
     is_heard: bool = False
     """A supervisor has answered that leads."""
 
@@ -227,7 +229,7 @@ class Round:
         devices: Devices = None if isinstance(content, str) or content["boot_id"] != self.boot else content["devices"]
         num_told = 0
         for turn in range(MAX_BATCHES):
-            pending = self.spool.pending(BATCH)
+            pending = [one for one in self.spool.pending(BATCH + len(self.kept)) if one[0] not in self.kept]
             if not pending and (turn or not self._inventory_is_due(devices)):
                 break
             reply = link.report(self.node, self.boot, devices, [event for _, event in pending])
@@ -270,6 +272,9 @@ class Round:
             elif reply.status in NOT_UNDERSTOOD:
                 self.problems.append(f"event {str(part[0][1].get('key'))[:100]} dropped: {reply.text}")
                 self.spool.remove([part[0][0]])
+            elif reply.status in NOT_TAKEN:  # by whatever stands between: it stays, and is in nobody's way
+                self.problems.append(_refused(link, f"event {str(part[0][1].get('key'))[:100]}", reply))
+                self.kept.add(part[0][0])
             else:
                 raise NodeProblem(_refused(link, "report", reply))
         return num_told

@@ -167,7 +167,8 @@ def _refusals(conf: Conf) -> Iterator[Finding]:
         yield Finding(ADVICE, "RequeueExit", text)
     expire = re.search(r"cred_expire=(\d+)", _last(conf, "AuthInfo"))
     if expire is None or int(expire[1]) > 60:
-        text = "a requeued job waits for cred_expire (by itself 120 s) before it starts again; add cred_expire=30"
+        text = "lacks cred_expire=30: a requeued job waits so long before it starts again, by itself 120 s"
+        text += "; add it (AuthInfo=cred_expire=30)"
         yield Finding(ADVICE, "AuthInfo", text)
 
 

@@ -9,11 +9,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rsup.supervisor import history_cli
 from rsup.supervisor.hardware.client import Hardware
 from rsup.supervisor.history_questions import now_us
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import paint_for, terminal_width
 from rsup.supervisor.wire import RsupError, UsageError
@@ -54,16 +55,13 @@ def main(name: str, argv: Sequence[str]) -> int:
     return run(arguments)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def _parser(name: str) -> argparse.ArgumentParser:
     kind = name.removesuffix("s")
     about = {"device": "Physical GPUs (and the CPU stand-ins of ranks without one)", "node": "Nodes"}[kind]
-    parser = _Parser(prog=f"rsup {name}", description=f"{about}: state, history, and what people decide.", allow_abbrev=False)
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
+    parser = OneLineParser(
+        prog=f"rsup {name}", description=f"{about}: state, history, and what people decide.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
     listing = _sub(verbs, "list", f"list {name} with their states", kind, _list)
     listing.add_argument("--state", default="", metavar="STATE", help="only those in this state")
     if kind == "device":

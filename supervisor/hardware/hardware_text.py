@@ -29,11 +29,16 @@ def list_text(kind: str, found: Sequence[Json], width: int | None = None, paint:
         ]
         return table(headings, rows, width, right=(6, 7), paint=paint)
     headings = ["NODE", "STATE", "ROLE", "JOB", "DEVICES", "SCORE", "EVIDENCE", "WHY"]
-    rows = [
-        [n["node"], said(n), n["role"], (n["job"] or {}).get("name"), len(n["devices"]), _score(n), _counted(n), n["reason"]]
-        for n in found
-    ]
+    rows = [[n["node"], said(n), *_role_and_job(n), len(n["devices"]), _score(n), _counted(n), n["reason"]] for n in found]
     return table(headings, rows, width, right=(4, 5, 6), paint=paint)
+
+
+def _role_and_job(node: Json) -> tuple[str, str]:
+    """In the newest job that it took part in; after the job's end it has no role."""
+    job = node["job"] or {}
+    if job.get("state") == "ended":
+        return "", f"{job['name']} (ended)"
+    return node["role"], job.get("name", "")
 
 
 def said(standing: Json) -> str:

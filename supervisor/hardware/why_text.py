@@ -131,7 +131,7 @@ def _in_slurm(found: Json) -> list[str]:
     if at["reserved"]:
         lines.append("it is reserved in SLURM, so that only tests run there")
     if at["let_run_by"] and found["against"]:
-        lines.append(f"{clean(at['let_run_by'])} let it run: it is left alone until new evidence, or an operator's word")
+        lines.append(f"{clean(at['let_run_by'])} let it run: it is left alone until new evidence, or `rsup nodes drain`")
     return lines
 
 

@@ -106,7 +106,7 @@ def admit(wanted: Sequence[str], fleet: Fleet, admitted_us: Sequence[int], guard
         rack = racks.get(name)
         why = guard.holds_back(num_refused, num_counted, in_last_hour, in_rack[rack] if rack else 0)
         if why:
-            held[name] = why
+            held[name] = why + (", counting those that come before it" if passed else "")
             continue
         passed.append(name)
         num_refused, in_last_hour = num_refused + 1, in_last_hour + 1

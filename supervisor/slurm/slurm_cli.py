@@ -4,16 +4,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote
 
 from rsup.supervisor import places
 from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.history_questions import Question
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_source import NoAnswer, QueryError, RestSource, Sources
 from rsup.supervisor.render import clean, clean_line, plural
 from rsup.supervisor.slurm.gate_watch import gate_lines, refusal_words
-from rsup.supervisor.wire import UsageError
 
 Json = dict[str, Any]
 EXIT_NOT_DONE = 1
@@ -23,14 +23,9 @@ class NoDrains(QueryError):
     """No supervisor answers that could drain."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def main(words: Sequence[str]) -> int:
     """Run `rsup slurm status`; return the exit code. Raise `RsupError`."""
-    parser = _Parser(prog="rsup slurm status", allow_abbrev=False, description=(
+    parser = OneLineParser(prog="rsup slurm status", allow_abbrev=False, description=(
         "What is proposed or done about nodes in SLURM, the guard, and what SLURM shows otherwise."
     ))  # fmt: skip
     _add_usual(parser)
@@ -47,7 +42,7 @@ def drain_nodes(words: Sequence[str]) -> int:
         "drain": "Drain nodes in SLURM: jobs there go on to their end, none starts. Until `undrain`.",
         "undrain": "End drains of ours. Nothing is drained again until new evidence speaks against it, or somebody says so.",
     }[verb]
-    parser = _Parser(prog=f"rsup nodes {verb}", description=what, allow_abbrev=False)
+    parser = OneLineParser(prog=f"rsup nodes {verb}", description=what, allow_abbrev=False)
     parser.add_argument("nodes", metavar="NODE", nargs="+", help="a node, or several as n[1-4,7]; all of them or none")
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; SLURM shows it")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")

@@ -55,7 +55,7 @@ def test_the_shown_lines_are_sound() -> None:
         ("HealthCheckNodeState=ANY", "HealthCheckNodeState", "advice: lacks CYCLE"),
         ("GresTypes=nic", "GresTypes", "advice: has no gpu: SLURM gives hooks no SLURM_JOB_GPUS"),
         ("RequeueExit=1", "RequeueExit", "advice: lacks 88"),
-        ("AuthInfo=socket=/run/munge", "AuthInfo", "advice: a requeued job waits"),
+        ("AuthInfo=socket=/run/munge", "AuthInfo", "advice: lacks cred_expire=30: a requeued job waits"),
     ],
 )
 def test_one_line_that_is_unsafe(line: str, key: str, said: str) -> None:

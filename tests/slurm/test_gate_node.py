@@ -302,6 +302,8 @@ def test_install_writes_once_and_says_what_is_unsafe(
     pythons = [script(tmp_path / name, f'exec {sys.executable} "$@"') for name in ("python", "new-python")]
     words = ["--supervisor", "http://ctl:29600", "--slurm-conf", str(conf), "--public-key", str(key), "--python", pythons[0]]
     assert install([*words, "--dry-run"]) == 0 and not (tmp_path / "etc").exists()
+    text = capsys.readouterr().out
+    assert f"to write {tmp_path}/etc/rsup/supervisor.pub" in text and f"missing  {tmp_path}/etc/rsup/supervisor.pub" not in text
     assert install(words) == 0, "what slurm.conf lacks is said, and is no fault of this"
     text = capsys.readouterr().out
     assert (
@@ -322,6 +324,10 @@ def test_install_writes_once_and_says_what_is_unsafe(
     assert "kept     " in text and f"changed  {tmp_path}/usr/libexec/rsup/prolog" in text
     assert read_settings(tmp_path / "etc/rsup/node.toml").mode == "enforce"
     assert install(["--check", "--slurm-conf", str(conf)]) == 1
+    for junk in (b"", b"\x7fELF\0\1\nA=b\n"):
+        (tmp_path / "junk").write_bytes(junk)
+        with pytest.raises(UsageError, match=r"is no slurm\.conf"):
+            install(["--check", "--slurm-conf", str(tmp_path / "junk")])
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nope"))
     with pytest.raises(UsageError, match=r"cannot read .*nope"):
         install(["--check"])
@@ -353,6 +359,7 @@ def test_install_writes_nothing_where_the_gate_would_not_work(tmp_path: Path, mo
         ("--public-key", str(tmp_path / "signing-key"), "private signing key, which no node may have"),
         ("--public-key", str(old), "its public part is beside it"),
         ("--hooks", "rel/dir", "an absolute path is wanted"),
+        ("--mode", "act", "invalid choice: 'act'"),
     ):
         with pytest.raises(UsageError, match=said):
             install([option, value])
@@ -375,6 +382,8 @@ class StandIn:
         """Of the next answers, before the usual ones begin again."""
         self.poison = ""
         """The key of an event that it does not understand."""
+        self.oversized = ""
+        """The key of an event that a proxy before it finds too large."""
         self.max_devices = 1 << 20
         self.url = ""
         self.token = "node.n1.00"
@@ -391,6 +400,8 @@ class StandIn:
         report = json.loads(body)
         if any(event["key"] == self.poison for event in report["events"]):
             return 422, b'{"detail": "what is that?"}'
+        if any(event["key"] == self.oversized for event in report["events"]):
+            return 413, b""
         if len(report["inventory"] or []) > self.max_devices:
             return 422, b'{"detail": "body.inventory: too many items"}'
         if "gate" in report:
@@ -506,6 +517,21 @@ def test_what_a_round_does_not_believe_and_does_not_lose(node: NodeSide, supervi
     problems, _ = go()
     assert problems == ["event bad dropped: what is that?"] and node.events() == []
     assert sum(len(report["events"]) for report in supervisor.reports) == 6
+
+
+def test_an_event_that_is_too_large_for_a_proxy_stays_and_is_in_nobodys_way(node: NodeSide, supervisor: StandIn) -> None:
+    for number in range(5):
+        NodeSpool(node.places.spool).add(NodeEvent(f"job-end:{number}", 1, "job-end"))
+    supervisor.oversized = "job-end:0"
+    told = f"{supervisor.url} refuses the event job-end:0: 413"
+    for number in (4, 1):
+        problems, said = go()
+        assert problems == [told]
+        assert f"{number} events delivered" in said
+        assert [event["key"] for event in node.events()] == ["job-end:0"]
+        NodeSpool(node.places.spool).add(NodeEvent("job-end:later", 1, "job-end"))
+    supervisor.oversized = ""
+    assert go()[0] == [] and node.events() == []
 
 
 def test_an_inventory_that_is_not_taken_costs_no_event(node: NodeSide, supervisor: StandIn) -> None:

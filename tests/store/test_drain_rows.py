@@ -102,11 +102,13 @@ def test_a_node_that_only_told_of_its_boards_or_that_slurm_knows_has_a_story(
         SubjectSaved("device", "GPU-bad", "quarantined", 5, "wrong results", 2, may_drain="the word of ann"),
         SubjectSaved("node", "n4", "watch", 5, "2 refusals", 1),
         SeatSaved("GPU-bad", 3, "n3", "a", "", "", None, NOW - 5),
+        SeatSaved("GPU-good", 3, "n9", "a", "", "", None, NOW - 5),
         DrainNoted("n3", 7, "admitted", 3, "why"),
         DrainNoted("n3", 8, "drained", 0, "rsup:Q-3 GPU-bad quarantined"),
         DrainNoted("n5", 9, "weighted", 1),
     ]
-    open_store(sql_target).commit([saved(job_key()), NodeSeen("n9", NOW - 5, job_key(), "active"), *records])
+    newest = NodeSeen("n9", NOW - 5, job_key(), "active", ["CPU-n9-0"])
+    open_store(sql_target).commit([saved(job_key()), newest, *records])
     engine, others = reader_engine(sql_target), ("n1", "n9", "n4")
     with engine.connect() as connection:
         listed, after = list_nodes(connection, others=others)
@@ -124,6 +126,7 @@ def test_a_node_that_only_told_of_its_boards_or_that_slurm_knows_has_a_story(
         (["n1"], "n1"), (["n4"], "n4"), (["n9"], None),
     ]  # fmt: skip
     assert [one["node"] for one in clear] == ["n1", "n3", "n5", "n9"]
+    assert listed[4]["devices"] == ["GPU-good"], "its boards, not what its newest job used of them"
     assert listed[1]["devices"] == ["GPU-bad"] and listed[1]["first_seen"] and listed[0]["first_seen"] is None
     assert [one["what"] for one in story["notes"]] == ["drained", "admitted"]
     text = why_text(WhyStory("node", story, story["newest_evidence"], {}))

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.places import this_node
 from rsup.supervisor.wire import UsageError, now_us
 from rsup.worker.device_test.chosen import Chosen, begin_nvml, choose, devices_here
@@ -32,14 +32,9 @@ SLOWEST = 4.0
 """Two rounds may take so many times the wanted duration."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def parser() -> argparse.ArgumentParser:
     """Options of `rsup devices test`."""
-    parsed = _Parser(
+    parsed = OneLineParser(
         prog="rsup devices test",
         description="Screen devices of this node for silent data corruption: fixed-seed computations, compared bit by bit.",
         epilog="Exit codes: 0 passed, 1 failed, 75 could not decide (a skip is no pass), 2 wrong usage.",

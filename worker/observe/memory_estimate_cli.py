@@ -8,8 +8,9 @@ import typing
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.wire import UsageError
 from rsup.worker.observe.activation_memory import Recompute, StepShape
 from rsup.worker.observe.flops import training_flops
@@ -30,11 +31,6 @@ _ABOUT = """What a model needs of a GPU's memory, and what fits on how many GPUs
 MODEL is a Hugging Face config.json (or the folder it is in), or a JSON or YAML file with fields named as the options below:
 num_layers, hidden_size, num_attention_heads and vocab_size at least. Options take precedence over the file.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="rsup memory-estimate",
         description=_ABOUT,
         allow_abbrev=False,
