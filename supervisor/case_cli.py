@@ -8,8 +8,9 @@ from typing import Any
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.one_line_parser import OneLineParser
 from rsup.supervisor.query_cli import count, print_json, sources_of
-from rsup.supervisor.query_source import QueryError, Sources
+from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import paint_for, terminal_width
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.wire import VERDICTS, RsupError
 
 Json = dict[str, Any]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rsup.supervisor import places
-from rsup.supervisor.query_source import QueryError, Sources, name_of
+from rsup.supervisor.query_source import QueryError, name_of
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.wire import RsupError, UsageError
 
 MODULE = "rsup.worker.device_test"

@@ -13,8 +13,10 @@ from typing import Any
 
 from rsup.supervisor import history_questions, places
 from rsup.supervisor.history_questions import Question
-from rsup.supervisor.query_source import QueryError, Sources, StoreSource
+from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.render import pieces, terminal_width
+from rsup.supervisor.sources import Sources
+from rsup.supervisor.store_source import StoreSource
 from rsup.supervisor.wire import UsageError
 
 MAX_POLICY_BYTES = 48 * 1024

@@ -14,10 +14,12 @@ from typing import Any
 
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.one_line_parser import OneLineParser
-from rsup.supervisor.query_source import QueryError, RestSource, Sources, name_of
+from rsup.supervisor.query_source import QueryError, name_of
 from rsup.supervisor.render import fitting, paint_for, terminal_width
 from rsup.supervisor.request_outcome import outcome
+from rsup.supervisor.rest_source import RestSource
 from rsup.supervisor.slurm_stories import story_sources
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.wire import UsageError
 
 WATCH_INTERVAL_S = 1.0

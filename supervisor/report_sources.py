@@ -6,10 +6,11 @@ from urllib.parse import quote
 
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.job_name import JobName
-from rsup.supervisor.query_source import NoAnswer, QueryError, Source, Sources
+from rsup.supervisor.query_source import NoAnswer, QueryError, Source
 from rsup.supervisor.report_curves import MAX_POINTS, wanted
 from rsup.supervisor.report_page import ReportData
 from rsup.supervisor.report_story import devices_of_interest
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.wire import RsupError
 
 Json = Mapping[str, Any]

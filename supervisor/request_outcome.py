@@ -4,7 +4,8 @@ import time
 from typing import Any
 
 from rsup.supervisor.job_name import JobName
-from rsup.supervisor.query_source import NoAnswer, RestSource
+from rsup.supervisor.query_source import NoAnswer
+from rsup.supervisor.rest_source import RestSource
 
 WITHIN_S = 3.0
 ASK_EVERY_S = 0.1

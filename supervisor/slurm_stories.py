@@ -14,7 +14,9 @@ from pathlib import Path
 from rsup.supervisor import places
 from rsup.supervisor.job_name import JobName
 from rsup.supervisor.principals import owner_name
-from rsup.supervisor.query_source import Answer, Json, NoAnswer, RestSource, Source, Sources, name_of
+from rsup.supervisor.query_source import Json, NoAnswer, Source, name_of
+from rsup.supervisor.rest_source import RestSource
+from rsup.supervisor.sources import Answer, Sources
 from rsup.supervisor.wire import RsupError
 
 DATABASE_NAME = "rsup.db"

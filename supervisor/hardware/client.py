@@ -19,8 +19,9 @@ from urllib.parse import quote
 from rsup.supervisor import places
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.principals import owner_name
-from rsup.supervisor.query_source import NoAnswer, QueryError, Sources
+from rsup.supervisor.query_source import NoAnswer, QueryError
 from rsup.supervisor.render import clean
+from rsup.supervisor.sources import Sources
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

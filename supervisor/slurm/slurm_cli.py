@@ -11,9 +11,11 @@ from rsup.supervisor import places
 from rsup.supervisor.hardware.hostlist import expand, fold
 from rsup.supervisor.history_questions import Question
 from rsup.supervisor.one_line_parser import OneLineParser
-from rsup.supervisor.query_source import NoAnswer, QueryError, RestSource, Sources
+from rsup.supervisor.query_source import NoAnswer, QueryError
 from rsup.supervisor.render import clean, clean_line, plural
+from rsup.supervisor.rest_source import RestSource
 from rsup.supervisor.slurm.gate_watch import gate_lines, refusal_words
+from rsup.supervisor.sources import Sources
 
 Json = dict[str, Any]
 EXIT_NOT_DONE = 1

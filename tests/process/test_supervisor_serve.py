@@ -15,8 +15,8 @@ import zmq
 from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import places
-from rsup.supervisor.query_source import Sources
 from rsup.supervisor.rest_thread import RestThread
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.wire import AgentInfo, JobSpec, Refusal, ToAgent, Welcome
 from tests.jobs.conftest import free_port
 from tests.process.supervised_agent import MAIN, Agent, served, until

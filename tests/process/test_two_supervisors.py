@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from rsup.supervisor import query_source, store_opening, tables
+from rsup.supervisor import rest_source, store_opening, tables
 from rsup.supervisor.config import Settings
 from rsup.supervisor.daemon_turns import Turns
 from rsup.supervisor.database import reader_engine
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.loop import AgentMessage
 from rsup.supervisor.places import split_endpoint
-from rsup.supervisor.query_source import NoAnswer, Sources
+from rsup.supervisor.query_source import NoAnswer
 from rsup.supervisor.rpc_server import RpcServer
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.standby import Standby
 from rsup.supervisor.store import StoreHeld
 from tests.core.job_driver import hello, spec
@@ -339,7 +340,7 @@ def test_one_that_stands_by_answers_this_hosts_users_with_the_leader(
             asked.append(leader.rest)
         return bool(asked)
 
-    monkeypatch.setattr(query_source, "REQUEST_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(rest_source, "REQUEST_TIMEOUT_S", 5.0)
     assert standby.wait(told, StoreHeld("held by another"), said=True) is False and asked
     assert "standing by" not in caplog.text
     server.close()

@@ -24,7 +24,8 @@ from rsup.launcher.spool import Spool
 from rsup.launcher.supervisor_client import SupervisorClient
 from rsup.supervisor import munge, places, wire
 from rsup.supervisor.history_questions import Question
-from rsup.supervisor.query_source import QueryError, RestSource
+from rsup.supervisor.query_source import QueryError
+from rsup.supervisor.rest_source import RestSource
 from rsup.supervisor.unix_http import UnixHTTPHandler
 from rsup.supervisor.wire import AgentInfo, Hello, JobSpec, Report
 

@@ -81,7 +81,7 @@ def announced(served: Served, state: Path, monkeypatch: pytest.MonkeyPatch) -> S
     token_file.write_text(TOKENS["operator"])
     token_file.chmod(0o600)
     monkeypatch.setenv("RSUP_TOKEN_FILE", str(token_file))
-    monkeypatch.setattr("rsup.supervisor.query_source.REQUEST_TIMEOUT_S", 60.0)  # a command would read the store then
+    monkeypatch.setattr("rsup.supervisor.rest_source.REQUEST_TIMEOUT_S", 60.0)  # a command would read the store then
     pid = os.getpid()
     places.SupervisorFile(
         pid, process_start_ticks(pid), places.this_host(), places.boot_id(), "i1", "ipc://x", served.address, True

@@ -15,10 +15,10 @@ from rsup.supervisor import metric_views
 from rsup.supervisor.curve_points import points_of
 from rsup.supervisor.curve_text import curve_lines, sparkline, time_bar
 from rsup.supervisor.job_name import JobName
-from rsup.supervisor.query_source import RestSource
 from rsup.supervisor.records import JobKey, MetricsSaved, StragglerSaved
 from rsup.supervisor.render import width_of
 from rsup.supervisor.rest.context import Change
+from rsup.supervisor.rest_source import RestSource
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.states import JobState, Phase, Stragglers, encode
 from rsup.supervisor.status_text import status_text

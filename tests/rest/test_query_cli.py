@@ -17,8 +17,9 @@ import pytest
 
 from rsup.launcher import cli
 from rsup.supervisor import places, query_cli, request_outcome
-from rsup.supervisor.query_source import QueryError, Sources
+from rsup.supervisor.query_source import QueryError
 from rsup.supervisor.records import EventLogged
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.sql_store import SqlStore
 from tests.rest.played import TOKENS, PlayedSupervisor, Reply, Served
 from tests.rest.story import EVIL, RUNNING, at, saved

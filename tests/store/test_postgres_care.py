@@ -15,8 +15,8 @@ from store_story import event, holder, job_key, saved, story
 from rsup.supervisor import db_cli, postgres_dump, schema, tables
 from rsup.supervisor.database import find_database, note_elsewhere, reader_engine
 from rsup.supervisor.db_cli import main
-from rsup.supervisor.query_source import Sources
 from rsup.supervisor.records import DeviceSeen, NodeSeen, SeatSaved
+from rsup.supervisor.sources import Sources
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.store import StoreError, StoreHeld
 from rsup.supervisor.wire import UsageError
