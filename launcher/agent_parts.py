@@ -131,6 +131,7 @@ def _agent_info(agent_id: str, options: LaunchOptions, decider: Decider, invento
         start_ticks=process_start_ticks(os.getpid()),
         versions=_versions(options),
         pid_namespace=pid_namespace(),
+        gate_refusal=options.gate_refusal,
     )
 
 

@@ -16,7 +16,16 @@ from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import AgentState, InProcess, Observed, Phase, Role
 from rsup.supervisor.turn import Turn
-from rsup.supervisor.wire import AttemptStarted, DeviceUsed, HostStore, Park, StartAttempt, StartFailed, StoreBound
+from rsup.supervisor.wire import (
+    EXIT_REQUEUE,
+    AttemptStarted,
+    DeviceUsed,
+    HostStore,
+    Park,
+    StartAttempt,
+    StartFailed,
+    StoreBound,
+)
 
 
 def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
@@ -36,6 +45,10 @@ def begin_attempt(turn: Turn, member_ids: list[str]) -> None:
     begin_cases(turn)
     nodes = ", ".join(turn.state.current.nodes if turn.state.current else [])
     say_which_nodes_must_do(turn, member_ids)
+    if refused := next((agent_id for agent_id in member_ids if turn.state.agents[agent_id].info.gate_refusal), ""):
+        info = turn.state.agents[refused].info
+        start_failed(turn, refused, StartFailed(turn.now.us, turn.state.attempt, info.gate_refusal, EXIT_REQUEUE))
+        return
     reason = f"attempt {turn.state.attempt} is to start on {nodes} with {plural(first_rank, 'rank')}"
     turn.command(member_ids[0], HostStore(0, reason, turn.state.attempt, turn.state.spec.master_port))
     turn.log("HostStore", reason, node=turn.state.agents[member_ids[0]].info.node)

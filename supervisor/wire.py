@@ -255,6 +255,8 @@ class AgentInfo(Struct, frozen=True):
     """Whose agent it is, set by the supervisor that let it in; empty where nobody was asked."""
     pid_namespace: int = 0
     """In which `pid` and the processes of its ranks have their numbers (`heartbeat_board.pid_namespace`). 0: unknown."""
+    gate_refusal: str = ""
+    """Why no rank may be started there: the scheduler's gate knows something against the node. Empty: it knows nothing."""
 
 
 class JobResult(Struct, frozen=True):

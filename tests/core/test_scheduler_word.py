@@ -6,7 +6,7 @@ from rsup.launcher import process_events as ev
 from rsup.supervisor import wire
 from rsup.supervisor.events import AgentSilent
 from rsup.supervisor.states import Phase, Role
-from tests.core.job_driver import Driver, spec
+from tests.core.job_driver import Driver, info, spec
 from tests.core.test_process_machine import Agent, facts, of, start_command
 
 AUTO = wire.RestartPolicy(mode="auto")
@@ -42,6 +42,25 @@ def test_a_start_that_the_gate_refuses_ends_the_job_with_88_whatever_the_policy(
     assert driver.state.phase is Phase.ENDED and result is not None
     assert (result.exit_code, result.node) == (wire.EXIT_REQUEUE, "node-b")
     assert wire.GATE_REFUSES in result.reason and "run again on other nodes" in result.reason
+
+
+def test_nobody_is_told_to_start_where_the_gate_refuses_one_of_the_nodes() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=AUTO))
+    driver.join("a")
+    driver.join("b", agent=replace(info("b"), gate_refusal=f"{wire.GATE_REFUSES} node-b: nothing was started here"))
+    driver.wait(1.0)
+    result = driver.state.result
+    assert driver.state.phase is Phase.ENDED and result is not None
+    assert (result.exit_code, result.node) == (wire.EXIT_REQUEUE, "node-b")
+    assert wire.GATE_REFUSES in result.reason and "run again on other nodes" in result.reason
+    assert not {"HostStore", "StartAttempt"} & set(driver.kinds())
+    assert driver.commands("a") == driver.commands("b") == ["EndJob"]
+
+
+def test_a_spare_behind_the_gate_holds_up_nobody() -> None:
+    driver = Driver(spec(min_nodes=2, max_nodes=2, policy=AUTO)).run_nodes("a", "b")
+    driver.join("c", agent=replace(info("c"), gate_refusal=f"{wire.GATE_REFUSES} node-c: nothing was started here"))
+    assert driver.state.phase is Phase.RUNNING and driver.state.agents["c"].role is Role.SPARE
 
 
 def test_an_agent_behind_the_gate_joins_and_starts_nothing() -> None:
