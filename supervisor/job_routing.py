@@ -72,7 +72,7 @@ class Routing:
         else:  # it has ended in this very turn: the store does not know yet
             assert old is not None
             key = old.key
-        if spec.resume and old is not None:
+        if spec.resume and old is not None and not _is_of_another_launch(old, spec):
             return resumed_job(old, spec, now)
         return new_job(JobKey(key.cluster, key.owner, key.job_id, key.run + 1), spec, now, old)
 
@@ -89,6 +89,19 @@ def starts_before(spec: JobSpec, live: Iterable[JobState]) -> list[JobState]:
         and state.spec.scheduler_job == spec.scheduler_job
         and state.spec.scheduler_start < spec.scheduler_start
     ]
+
+
+def _is_of_another_launch(old: JobState, spec: JobSpec) -> bool:
+    """Whether that run is another command's of the same batch script: the scheduler's job gives its id to all of them, one after
+    the other. A command may differ from start to start (a date in it), where the script has only one."""
+    if (
+        spec.job_id
+        or not spec.scheduler_job
+        or old.spec.scheduler_job != spec.scheduler_job
+        or old.spec.command == spec.command
+    ):
+        return False
+    return old.key.run > 1 or old.spec.scheduler_start == spec.scheduler_start
 
 
 def _readable(data: bytes) -> JobState | None:
