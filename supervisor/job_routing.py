@@ -92,16 +92,12 @@ def starts_before(spec: JobSpec, live: Iterable[JobState]) -> list[JobState]:
 
 
 def _is_of_another_launch(old: JobState, spec: JobSpec) -> bool:
-    """Whether that run is another command's of the same batch script: the scheduler's job gives its id to all of them, one after
-    the other. A command may differ from start to start (a date in it), where the script has only one."""
-    if (
-        spec.job_id
-        or not spec.scheduler_job
-        or old.spec.scheduler_job != spec.scheduler_job
-        or old.spec.command == spec.command
-    ):
+    """Whether that run is another command's of the same batch script: the scheduler's job gives its id to all of them, one
+    after the other. A command may differ from start to start (a date in it), where the script has only one."""
+    before = old.spec
+    if spec.job_id or not spec.scheduler_job or before.scheduler_job != spec.scheduler_job or before.command == spec.command:
         return False
-    return old.key.run > 1 or old.spec.scheduler_start == spec.scheduler_start
+    return old.key.run > 1 or before.scheduler_start == spec.scheduler_start
 
 
 def _readable(data: bytes) -> JobState | None:
