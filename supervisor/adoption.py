@@ -7,9 +7,9 @@ believed, and no other one is started.
 
 from msgspec.structs import replace
 
-from rsup.supervisor.attempt_end import allow_time_to_end, blocked_for_s, give_up_blocked
+from rsup.supervisor.attempt_end import allow_time_to_end, blocked_for_s, close_attempt, give_up_blocked
 from rsup.supervisor.attempt_start import reset
-from rsup.supervisor.records import AttemptSaved
+from rsup.supervisor.records import AttemptSaved, RankSaved
 from rsup.supervisor.render import plural
 from rsup.supervisor.states import LIVE_PHASES, AgentState, JobState, Phase, Role
 from rsup.supervisor.turn import Turn
@@ -56,6 +56,8 @@ def adopt(turn: Turn, hello: Hello) -> None:
     turn.change(current=current, world_size=world_size, num_joined=max(state.num_joined, joined))
     turn.record(current)
     turn.see_node(info.agent_id)
+    for rank in range(agent.first_rank, agent.first_rank + info.num_ranks) if running is not None else ():
+        turn.record(RankSaved(state.key, hello.attempt, rank, info.node))
     text = f"attempt {hello.attempt} was found running on {info.node}, unknown to this store: it goes on under this supervisor"
     turn.log("AttemptAdopted", text, "warning", node=info.node)
     _end_with_the_others(turn, info.agent_id, agent)
@@ -64,6 +66,7 @@ def adopt(turn: Turn, hello: Hello) -> None:
 def _begin(turn: Turn, hello: Hello) -> None:
     """What was to be done, and who took part, was so in another attempt."""
     was_adopted = turn.state.adopted
+    close_attempt(turn, "lost", f"its end is not in this store: attempt {hello.attempt} was found running")
     turn.enter(Phase.RUNNING)
     reset(turn, AttemptSaved(turn.state.key, hello.attempt, hello.epoch, turn.now.us, reason="adopted", world_size=0))
     turn.change(adopted=True, store_bound=True)

@@ -229,7 +229,7 @@ def give_up_blocked(turn: Turn, text: str) -> None:
     for agent in state.agents.values():
         if agent.group_rank >= 0 or not state.adopted:  # else it may have had no rank
             lost_node_evidence(turn, agent, text)
-    _close_attempt(turn, "failed", text if state.failure is None else state.failure.text)
+    close_attempt(turn, "failed", text if state.failure is None else state.failure.text)
     end_job(turn, EXIT_REQUEUE, waited if state.failure is None else f"{state.failure.text}; {waited}")
 
 
@@ -250,7 +250,7 @@ def _overstayed(turn: Turn) -> None:
     text = f"ranks on {nodes} cannot be ended: the node needs to be recycled"
     turn.log("RanksStuck", text, "error")
     code = state.stop.exit_code if state.stop is not None else EXIT_REQUEUE
-    _close_attempt(turn, "stopped" if state.stop is not None else "failed", text)
+    close_attempt(turn, "stopped" if state.stop is not None else "failed", text)
     end_job(turn, code, text)
 
 
@@ -267,14 +267,14 @@ def conclude(turn: Turn) -> None:
         by_leaving = is_by_leaving(turn.state)
         why = let_all_go(turn)
         if by_leaving:
-            _close_attempt(turn, "stopped", state.stop.reason if state.stop is not None else why)
+            close_attempt(turn, "stopped", state.stop.reason if state.stop is not None else why)
             turn.change(failure=None, free_restarts=turn.state.free_restarts + 1)
             turn.log("Restart", why, "warning")
             reform(turn)
             return
     elif state.stop is not None:
         clean, how = how_ranks_left(state, state.stop)
-        _close_attempt(turn, "stopped", state.stop.reason)
+        close_attempt(turn, "stopped", state.stop.reason)
         end_job(turn, 0 if clean else state.stop.exit_code, f"{state.stop.reason}: {how}")
         return
     failure = turn.state.failure
@@ -287,7 +287,7 @@ def conclude(turn: Turn) -> None:
         carry_out(turn, rerun)
         failure = turn.state.failure
         assert failure is not None
-    _close_attempt(turn, {"hang": "hung", "agent-lost": "lost"}.get(failure.kind, "failed"), failure.text)
+    close_attempt(turn, {"hang": "hung", "agent-lost": "lost"}.get(failure.kind, "failed"), failure.text)
     is_free = verdict.restart and budget == turn.state.budget
     turn.change(budget=budget, free_restarts=turn.state.free_restarts + is_free)
     if not verdict.restart:
@@ -306,7 +306,7 @@ def conclude(turn: Turn) -> None:
 def _change_phase(turn: Turn) -> None:
     """The ranks of a phase have left; the next one costs no restart."""
     why = next_phase(turn.state)
-    _close_attempt(turn, "succeeded", why)
+    close_attempt(turn, "succeeded", why)
     count_hop(turn)
     turn.change(free_restarts=turn.state.free_restarts + 1)
     turn.log("PhaseChange", f"{why}, which costs no restart")
@@ -350,7 +350,8 @@ def _verdict(state: JobState) -> tuple[Verdict, Budget]:
     return judge(state.spec.policy, state.budget, failed)
 
 
-def _close_attempt(turn: Turn, outcome: str, reason: str) -> None:
+def close_attempt(turn: Turn, outcome: str, reason: str) -> None:
+    """Record how the attempt under way has ended, unless that is known."""
     state = turn.state
     if state.current is None or state.current.outcome != "running":
         return
@@ -377,14 +378,14 @@ def succeed(turn: Turn) -> None:
     why = next_phase(turn.state)
     if why and is_going_round(turn.state):
         reason = f"the ranks leave for another phase again and again and get no further ({why})"
-        _close_attempt(turn, "failed", reason)
+        close_attempt(turn, "failed", reason)
         end_job(turn, EXIT_NO_REQUEUE, reason)
         return
     if why:
         graces_s = stop_attempt(turn, why)
         turn.enter(Phase.STOPPING, turn.now.s + graces_s + UNKILLABLE_AFTER_S)
         return
-    _close_attempt(turn, "succeeded", "every rank exited 0")
+    close_attempt(turn, "succeeded", "every rank exited 0")
     end_job(turn, 0, "every rank exited 0")
 
 
@@ -392,7 +393,7 @@ def end_unattended(turn: Turn, reason: str) -> None:
     """Nothing is left of the job, and nobody came to tell how it ended. That is no fault of a device or a node."""
     for agent_id in turn.state.agents:
         turn.change_agent(agent_id, role=Role.GONE, live_attempt=0)
-    _close_attempt(turn, "stopped", reason)
+    close_attempt(turn, "stopped", reason)
     end_job(turn, 128 + signal.SIGTERM, reason)
 
 

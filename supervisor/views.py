@@ -218,7 +218,7 @@ def _rank_fields(row: RowMapping, beat: Fields | None, phase: str, ended_at: int
         "beat_age_s": _age(beat, "beat_age_s", ended),
         "main_beat_age_s": _age(beat, "main_beat_age_s", ended),
         "phase": "" if beat is None or ended else beat.get("phase", ""),
-        "pid": row["pid"] or None,
+        "pid": row["pid"] or (beat.get("pid") if beat is not None else None) or None,
         "exit_code": row["exit_code"],
         "signal": row["signal"],
         "reason": row["reason"],

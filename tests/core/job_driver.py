@@ -1,6 +1,7 @@
 """Drives the job machine or the loop by hand in tests: short ways to say what agents say."""
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rsup.supervisor import wire
 from rsup.supervisor.actions import Action, Record
@@ -12,6 +13,7 @@ from rsup.supervisor.states import JobState, Phase, decode, encode
 
 START_US = 1_800_000_000_000_000
 KEY = JobKey("local", "alice", "t1", 1)
+Saved = TypeVar("Saved")
 
 
 def spec(**fields: object) -> wire.JobSpec:
@@ -107,6 +109,10 @@ class Driver:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events()]
+
+    def records(self, kind: type[Saved]) -> list[Saved]:
+        """Records of one kind, in order."""
+        return [a.record for a in self.actions if isinstance(a, Record) and isinstance(a.record, kind)]
 
     def incidents(self) -> list[IncidentSaved]:
         """The newest record of each incident."""

@@ -20,7 +20,7 @@ from rsup.supervisor.events import (
     Tick,
 )
 from rsup.supervisor.job_machine import EVENTS, FACTS
-from rsup.supervisor.records import GIVEN_UP, AttemptSaved
+from rsup.supervisor.records import GIVEN_UP, AttemptSaved, RankSaved
 from rsup.supervisor.states import Phase, Role
 from tests.core.job_driver import Driver, hello, info, spec
 
@@ -554,6 +554,10 @@ def test_all_agents_of_a_restored_job_are_adopted_before_its_end_is_believed() -
     assert driver.state.phase is Phase.RUNNING and driver.state.deadline_s is None, "it does"
     agent = driver.state.agents["b"]
     assert (agent.group_rank, agent.first_rank, agent.live_attempt) == (1, 2, 3)
+    ranks = {row.rank: row.node for row in driver.records(RankSaved) if row.attempt == 3}
+    assert ranks == {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
+    before = {row.attempt: row for row in driver.records(AttemptSaved)}[1]
+    assert (before.outcome, before.stopped_us is not None) == ("lost", True) and "attempt 3 was found running" in before.reason
     rejoin(driver, "b")  # the same again, late
     driver.exit("b", 3, 1)
     assert driver.incidents()[-1].rank == 3 and driver.commands("b") == ["StopAttempt"]
