@@ -68,6 +68,23 @@ class Run:
         return self.record.metrics(self.now_s)
 
 
+def test_without_counters_nothing_is_told_of_what_was_trained() -> None:
+    record = EndToEnd(FACTS, app_started_s=990.0, clock=lambda: 1000.0)
+    record.train_started()
+    record.save_began(3)
+    record.save_durable(3)
+    record.train_finished()
+    found = record.metrics(1001.0)
+    assert found["save_checkpoint_count"] == 1 and found["app_train_loop_start_time"] == 1_000_000.0
+    assert not {"train_iterations", "lost_time", "train_samples_end", "train_iterations_productive_end"} & set(found)
+
+
+def test_a_stage_that_there_is_not_is_named() -> None:
+    record = EndToEnd(FACTS, app_started_s=990.0)
+    with pytest.raises(ValueError, match="no stage 'nonsense': there are model_init, "), record.stage("nonsense"):
+        pass
+
+
 def started(facts: RunFacts = FACTS) -> Run:
     run = Run(facts)
     for stage, seconds in (("model_init", 3), ("build_optimizer", 1), ("build_dataiters", 2), ("load_checkpoint", 4)):

@@ -89,6 +89,9 @@ def test_what_a_configuration_lacks_is_named() -> None:
         ({"vocab_size": "many"}, "c.json: vocab_size is 'many'; it should be a whole number"),
         ({"model_type": None}, "c.json: the configuration lacks model_type; known are deepseek_v2,"),
         ({"model_type": "mamba"}, "c.json: model_type 'mamba' is not known; known are deepseek_v2,"),
+        ({"intermediate_size": None}, "c.json: the configuration lacks intermediate_size or n_inner or ffn_dim"),
+        ({"num_key_value_heads": 0}, "c.json: num_key_value_heads is 0; it should be 1 or more"),
+        ({"model_type": "gemma"}, "c.json: the configuration lacks head_dim"),
         ({"num_experts_per_tok": 9}, "c.json: moe_router_topk is 9; with 8 experts it should be 1 to 8"),
     ]
     for change, text in cases:

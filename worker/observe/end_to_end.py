@@ -45,7 +45,8 @@ class EndToEnd:
     """The record of one run of one process, on its training thread. Every rank may have one; one rank's is sent.
 
     `app_started_s`: when the program started, the earliest over the ranks, in seconds since the epoch like all moments here;
-    those that are not given are read from `clock`. `counters` may be set later, but before `train_started`.
+    those that are not given are read from `clock`. `counters` may be set later, but before `train_started`; without them nothing
+    is told of what was trained.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class EndToEnd:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of `STAGES`; of one that comes several times the first begin and the last end count."""
+        """A stage of `STAGES`; of one that comes several times the first begin and the last end count. Raise ValueError for
+        another name."""
+        if name not in STAGES:
+            raise ValueError(f"no stage {name!r}: there are {', '.join(STAGES)}")
         began, finished = STAGES[name]
         began_s = self._clock()
         self._stamps_s.setdefault(began, began_s)
@@ -188,7 +192,7 @@ class EndToEnd:
         found |= self._of_facts()
         if "load_checkpoint_finish_time" in self._stamps_s:
             found["load_checkpoint_time"] = self._loading_s
-        if self._start is not None and self._now is not None:
+        if self.counters is not None and self._start is not None and self._now is not None:
             found |= self._of_training(self._start, self._now)
         if self._saves.num_begun:
             found |= self._of_saves()
@@ -274,7 +278,7 @@ class EndToEnd:
             found["save_checkpoint_sync_time_total"] = saves.sync_total_s
             found["save_checkpoint_sync_time_min"] = saves.sync_min_s
             found["save_checkpoint_sync_time_max"] = saves.sync_max_s
-        if (productive := saves.productive) is not None:
+        if self.counters is not None and (productive := saves.productive) is not None:
             start = self._start or productive
             found["train_iterations_productive_end"] = productive.iteration
             found["train_samples_productive_end"] = productive.consumed_samples

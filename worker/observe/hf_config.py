@@ -30,6 +30,10 @@ class _Family:
     """Norms on queries and keys: `head` (one head's width each) or `full`."""
     experts: Callable[["_Reader"], dict[str, Any]] | None = None
     has_latent_attention: bool = False
+    names_head_dim: bool = False
+    """A head is not the hidden size's share: `head_dim` must say how wide it is."""
+    may_omit_width: bool = False
+    """Without a width of the feed-forward part it is four times the hidden size."""
 
 
 class _Reader:
@@ -90,7 +94,7 @@ def described_by_hugging_face(config: Config, source: str) -> ModelDescription:
             f"{source}: {what}; known are {', '.join(sorted(_FAMILIES))}. Describe the model in a file instead"
         )
     reader = _Reader(config, source)
-    fields = _dimensions(reader) | _attention(reader, family) | _kind(reader, family)
+    fields = _dimensions(reader, family) | _attention(reader, family) | _kind(reader, family)
     if family.experts is not None:
         fields |= family.experts(reader)
     try:
@@ -99,13 +103,15 @@ def described_by_hugging_face(config: Config, source: str) -> ModelDescription:
         raise DescriptionError(f"{source}: {error}") from None
 
 
-def _dimensions(reader: _Reader) -> dict[str, Any]:
+def _dimensions(reader: _Reader, family: _Family) -> dict[str, Any]:
     return {
         "num_layers": reader.layers(),
         "hidden_size": reader.whole("hidden_size", "n_embd"),
         "num_attention_heads": reader.heads(),
         "vocab_size": reader.whole("vocab_size"),
-        "ffn_hidden_size": reader.whole("intermediate_size", "n_inner", "ffn_dim", default=0),
+        "ffn_hidden_size": reader.whole(
+            "intermediate_size", "n_inner", "ffn_dim", default=0 if family.may_omit_width else None
+        ),
     }
 
 
@@ -119,7 +125,8 @@ def _attention(reader: _Reader, family: _Family) -> dict[str, Any]:
             "qk_pos_emb_head_dim": reader.whole("qk_rope_head_dim"),
             "v_head_dim": reader.whole("v_head_dim"),
         }
-    head, groups = reader.whole("head_dim", default=0), reader.whole("num_key_value_heads", default=heads)
+    head = reader.whole("head_dim", default=None if family.names_head_dim else 0)
+    groups = reader.whole("num_key_value_heads", default=heads, least=1)
     size = head or hidden // heads
     norms = {"": 0, "head": 2 * size, "full": size * (heads + groups)}[family.head_norms]
     return {"kv_channels": head, "num_query_groups": groups, "qk_norm_size": norms}
@@ -181,17 +188,17 @@ _FAMILIES = {
     "mistral": _LLAMA,
     "granite": _LLAMA,
     "phi3": _LLAMA,
-    "gemma": _Family(tied=True),
-    "gemma2": _Family(tied=True, norms_per_layer=4),
+    "gemma": _Family(tied=True, names_head_dim=True),
+    "gemma2": _Family(tied=True, norms_per_layer=4, names_head_dim=True),
     "olmo2": _Family(head_norms="full"),
     "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(head_norms="head"),
+    "qwen3": _Family(head_norms="head", names_head_dim=True),
     "mixtral": _Family(experts=_mixtral),
     "qwen2_moe": _Family(qkv_bias=True, experts=_qwen_moe),
-    "qwen3_moe": _Family(head_norms="head", experts=_qwen_moe),
+    "qwen3_moe": _Family(head_norms="head", experts=_qwen_moe, names_head_dim=True),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
-    "gpt2": _Family("LayerNorm", False, True, True, True, True, has_learned_positions=True),
+    "gpt2": _Family("LayerNorm", False, True, True, True, True, has_learned_positions=True, may_omit_width=True),
     "gpt_neox": _Family("LayerNorm", False, False, True, True, True),
 }
