@@ -45,8 +45,8 @@ class EndToEnd:
     """The record of one run of one process, on its training thread. Every rank may have one; one rank's is sent.
 
     `app_started_s`: when the program started, the earliest over the ranks, in seconds since the epoch like all moments here;
-    those that are not given are read from `clock`. `counters` may be set later, but before `train_started`; without them nothing
-    is told of what was trained.
+    those that are not given are read from `clock`. `counters` may be set later, but before `train_started`; without them
+    nothing is told of what was trained.
     """
 
     def __init__(

@@ -104,14 +104,13 @@ def described_by_hugging_face(config: Config, source: str) -> ModelDescription:
 
 
 def _dimensions(reader: _Reader, family: _Family) -> dict[str, Any]:
+    width = 0 if family.may_omit_width else None
     return {
         "num_layers": reader.layers(),
         "hidden_size": reader.whole("hidden_size", "n_embd"),
         "num_attention_heads": reader.heads(),
         "vocab_size": reader.whole("vocab_size"),
-        "ffn_hidden_size": reader.whole(
-            "intermediate_size", "n_inner", "ffn_dim", default=0 if family.may_omit_width else None
-        ),
+        "ffn_hidden_size": reader.whole("intermediate_size", "n_inner", "ffn_dim", default=width),
     }
 
 
@@ -195,7 +194,7 @@ _FAMILIES = {
     "qwen3": _Family(head_norms="head", names_head_dim=True),
     "mixtral": _Family(experts=_mixtral),
     "qwen2_moe": _Family(qkv_bias=True, experts=_qwen_moe),
-    "qwen3_moe": _Family(head_norms="head", experts=_qwen_moe, names_head_dim=True),
+    "qwen3_moe": _Family(head_norms="head", experts=_qwen_moe),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
