@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rsup.launcher.inventory_file import read_inventory_file
 from rsup.launcher.launch_options import LaunchOptions
+from rsup.launcher.result_file import remove_old_result
 from rsup.supervisor import places
 from rsup.supervisor.wire import RsupError, UsageError
 
@@ -18,7 +19,10 @@ STDIN_SCRIPTS = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 def check(options: LaunchOptions) -> None:
-    """Raise `UsageError` if script, module, program, directories or key file cannot be used. Makes missing directories."""
+    """Raise `UsageError` if script, module, program, directories or key file cannot be used. Makes missing directories,
+    and removes the result of an earlier launch."""
+    if options.result_file is not None:
+        _check_result_file(options.result_file)
     check_script(options)
     if options.logs_specs is not None:
         from rsup.launcher.logs_specs import find_logs_specs
@@ -27,8 +31,6 @@ def check(options: LaunchOptions) -> None:
     _check_directory("--state-dir", options.state_dir, mode=0o700)
     if options.log_dir is not None:
         _check_directory("--log-dir", options.log_dir)
-    if options.result_file is not None:
-        _check_file("--result-file", options.result_file)
     if options.device_inventory is not None:
         read_inventory_file(options.device_inventory, places.this_node())
     if options.device_policy is not None:
@@ -185,6 +187,15 @@ def _check_device_policy(path: Path) -> None:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"its check ended with exit code {done.returncode}"]
         raise UsageError(f"--device-policy: {said[-1]}")
+
+
+def _check_result_file(path: Path) -> None:
+    _check_file("--result-file", path)
+    try:
+        remove_old_result(path)
+    except OSError as error:
+        why = f"an earlier launch's cannot be removed: {error.strerror}"
+        raise UsageError(f"--result-file {path}: {why}; choose another file") from None
 
 
 def _check_file(flag: str, path: Path) -> None:

@@ -3,13 +3,17 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rsup.launcher.failure_report import is_victim
 from rsup.launcher.process_state import AgentState
+from rsup.launcher.slurm.environment import read_place
 from rsup.supervisor import wire
+
+MAX_BYTES = 1 << 20
 
 
 def failures_of(state: AgentState, error_file_of: Callable[[int], Path | None]) -> list[dict[str, Any]]:
@@ -60,6 +64,7 @@ def write_results(
         "attempts": result.attempts,
         "failures": list(failures),
         "written_us": wire.now_us(),
+        "slurm": _slurm_start(os.environ),
     }
     paths = [result_file] if result_file else []
     if job_id and is_first_node:
@@ -71,6 +76,35 @@ def write_results(
         except OSError as error:
             problems.append(f"rsup: cannot write the result file {path}: {error.strerror}")
     return problems
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a result file says. Raise OSError, or ValueError for what is none."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("a pipe, a device or a directory")
+        content = json.loads(file.read(MAX_BYTES))
+    if not isinstance(content, dict) or "exit_code" not in content:
+        raise ValueError("no exit code")
+    return content
+
+
+def remove_old_result(path: Path, environ: Mapping[str, str] = os.environ) -> None:
+    """The result of an earlier launch, which nobody must take for this one's; what another node of the same step has written
+    stays, and so does what is no result file. Raise OSError where it cannot be removed."""
+    try:
+        old = read_result(path)
+    except (OSError, ValueError):
+        return
+    this = _slurm_start(environ)
+    if this is None or not this["step"] or old.get("slurm") != this:
+        path.unlink(missing_ok=True)
+
+
+def _slurm_start(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Which start of which SLURM job, and which of its steps; None outside of one."""
+    place = read_place(environ)
+    return {"job": place.job, "restarts": place.num_restarts, "step": place.step} if place else None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ USUAL_KILL_WAIT_S = 30
 MAX_RESTARTS_AT_RISK = 3
 """So often a job may have been restarted, and is let run once more where its suspect's node could not be excluded."""
 AGAIN_AFTER_S = 0.1
+FINISH = "`rsup slurm finish RESULT-FILE` at the end of the batch script does it"
 _SHIELDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -41,9 +42,9 @@ class Outcome:
     leaves_others: bool = False
 
 
-def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
+def settle(outcome: Outcome, place: SlurmPlace, say: Say, *, instead: str = FINISH) -> bool:
     """Do what the exit code asks of SLURM. Main thread only. Returns whether it is done, or there is nothing to do; a line
-    says what was done, or why it could not be and who can do it. Never raises for SLURM."""
+    says what was done, or why it could not be and who can do it (`instead`). Never raises for SLURM."""
     if outcome.exit_code not in SETTLED_CODES:
         return True
     job = place.job
@@ -63,13 +64,13 @@ def settle(outcome: Outcome, place: SlurmPlace, say: Say) -> bool:
             away = f"cannot be requeued away from {', '.join(nodes)}"
             say(f"rsup: exit 16: job {job} {away}, so it ends: {why_not}; submit it anew")
         elif outcome.exit_code == EXIT_REQUEUE and not outcome.leaves_others and _requeues_by_code(EXIT_REQUEUE):
-            pass  # once the batch script ends with that code
+            _warn_of(nodes, job, why_not, say)  # SLURM requeues it once the batch script ends with that code
         elif shown.get("Requeue") != "1":
             say(f"rsup: exit {outcome.exit_code}: job {job} was submitted with --no-requeue, so it ends; submit it again")
         else:
+            _warn_of(nodes, job, why_not, say)
             _requeue(job, say)
     except SlurmUnavailable as error:
-        instead = "`rsup slurm finish RESULT-FILE` at the end of the batch script does it"
         say(f"rsup: exit {outcome.exit_code}, and SLURM cannot be told from here: {error}; {instead}")
         return False
     return True
@@ -96,6 +97,12 @@ def _known(names: Sequence[str], say: Say) -> tuple[str, ...]:
                 raise
         say(f"rsup: SLURM knows no node {name[:64]!r}, so that one is not excluded")
     return tuple(known)
+
+
+def _warn_of(nodes: Sequence[str], job: str, why_not: str, say: Say) -> None:
+    """Of a requeue that cannot avoid these nodes."""
+    if nodes:
+        say(f"rsup: exit 88: job {job} cannot be kept off {', '.join(nodes)}: {why_not}; it may wait, or run there again")
 
 
 def _why_not_without(nodes: Sequence[str], shown: Mapping[str, str]) -> str:

@@ -13,7 +13,15 @@ from rsup.supervisor.wire import RsupError
 
 WITHIN_S = 5.0
 MAX_OUTPUT_CHARS = 1 << 20
-_JOB_NAME = re.compile(r" JobName=(.*?) UserId=")
+_JOB = re.compile(
+    r"^JobId=(?P<job>\d+)(?P<kin>(?: [A-Za-z]\w*=\S+)*?(?P<het> HetJobId=\d+ HetJobOffset=\d+)?) JobName=(?P<name>.*?)"
+    r"(?(het)(?: HetJobIdSet=\S*)?|) UserId=(?P<user>[^=\n]*?\(\d+\)) (?P<rest>GroupId=[^=\n]*\(\d+\) .*?)"
+    r"(?= (?:Licenses|Network|Command)=|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+"""One job of `scontrol -o show job`. A job's name, its WCKey and what comes from `Network=` on (the script's arguments, paths,
+comments) are the user's text, spaces, line ends and `KEY=VALUE` included; all that we read besides the name comes before."""
+_WCKEY = re.compile(r" WCKey=.*?(?= JobState=[A-Z_]+ Reason=)", re.DOTALL)
 
 
 class SlurmUnavailable(RsupError):
@@ -68,21 +76,20 @@ def show_job(job: str, within_s: float = WITHIN_S) -> dict[str, str]:
 
 
 def row_of_job(text: str, job: str) -> dict[str, str]:
-    """The line with that JobId, by key; empty where there is none. One task of an array has the array's number, and asked for
+    """The job with that JobId, by key; empty where there is none. One task of an array has the array's number, and asked for
     that SLURM shows all tasks; of a heterogeneous job it shows all components."""
-    for line in text.splitlines():
-        found = fields(line)
-        if found.get("JobId") == job:
-            name = _JOB_NAME.search(line)
-            return found | ({"JobName": name[1]} if name else {})
+    for found in _JOB.finditer(text):
+        if found["job"] == job:
+            own = {"JobId": job, "JobName": found["name"], "UserId": found["user"]}
+            return fields(found["kin"]) | fields(_WCKEY.sub("", found["rest"])) | own
     return {}
 
 
 def fields(line: str) -> dict[str, str]:
-    """`KEY=VALUE` words of one line of `scontrol -o`. A value with spaces is cut: of those that we read only a job's name may
-    have some."""
+    """`KEY=VALUE` words of one line of `scontrol -o`, of several with the same key the first: what people wrote about a node
+    or a reservation comes last. A value with spaces is cut."""
     pairs = [word.partition("=") for word in line.split() if "=" in word]
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, _, value in reversed(pairs)}
 
 
 def tell(commands: Sequence[Sequence[str]]) -> None:

@@ -1,5 +1,6 @@
 """What a launch reads from SLURM's variables, and the words that it makes of SLURM's answers."""
 
+import json
 import os
 import threading
 from dataclasses import replace
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rsup.launcher.launch_checks import check
 from rsup.launcher.launch_options import LaunchOptions
 from rsup.launcher.launch_parser import parse_launch
+from rsup.launcher.result_file import write_results
 from rsup.launcher.slurm import meeting, scontrol
 from rsup.launcher.slurm.environment import SeveralAgents, SlurmPlace, check_tasks, read_place
-from rsup.launcher.slurm.finish import NoResult, read_outcome
+from rsup.launcher.slurm.finish import NoResult, main, read_outcome
 from rsup.launcher.slurm.hostnames import node_names
 from rsup.launcher.slurm.launch import _fitting
 from rsup.launcher.slurm.meeting import meeting_ports
@@ -20,7 +23,7 @@ from rsup.launcher.slurm.requeue import _follows, _known, _names_code, target
 from rsup.launcher.slurm.scontrol import row_of_job
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.rpc_links import Link, is_astray
-from rsup.supervisor.wire import UsageError
+from rsup.supervisor.wire import JobResult, UsageError
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -153,16 +156,28 @@ def test_what_would_go_on_with_a_job(waiting: str, found: bool) -> None:
     assert _follows(waiting.split("|", 3), "17", {"JobName": "train"}) is found
 
 
-ARRAY = """JobId=93 ArrayJobId=93 ArrayTaskId=2 JobName=t NodeList=n[0-1] EndTime=2030-01-01T00:00:00 Requeue=1 Restarts=0
-JobId=94 ArrayJobId=93 ArrayTaskId=1 JobName=t NodeList=n[2-3] EndTime=2029-01-01T00:00:00 Requeue=0 Restarts=1
-JobId=95 ArrayJobId=93 ArrayTaskId=3-9%2 ArrayTaskThrottle=2 JobName=t NodeList= Requeue=1
-"""
+SHOWN = (
+    "JobId={head} UserId=ann(1) GroupId=domain users(1) MCS_label=N/A Priority=4 Nice=0 Account=(null) QOS=(null)"
+    " JobState=RUNNING Reason=None Dependency=(null) {fields} Licenses=(null) Network=(null) Command={command}"
+    " WorkDir=/tmp Comment=c Requeue=0 NodeList=n9  StdErr=/tmp/o BatchFlag=0 StdIn=/dev/null StdOut=/tmp/o Power= \n"
+)
+"""As 22.05 prints it, without some of what nobody reads."""
+
+
+def shown(head: str, fields: str, command: str = "/tmp/t.sh") -> str:
+    return SHOWN.format(head=head, fields=fields, command=command)
+
+
+ARRAY = (
+    shown("93 ArrayJobId=93 ArrayTaskId=2 JobName=t", "Requeue=1 Restarts=0 EndTime=2030-01-01T00:00:00 NodeList=n[0-1]")
+    + shown("94 ArrayJobId=93 ArrayTaskId=1 JobName=t", "Requeue=0 Restarts=1 EndTime=2029-01-01T00:00:00 NodeList=n[2-3]")
+    + shown("95 ArrayJobId=93 ArrayTaskId=3-9%2 ArrayTaskThrottle=2 JobName=t", "Requeue=1 NodeList=")
+)
 
 
 def test_a_task_of_an_array_is_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row_of_job(ARRAY, job).get("NodeList") for job in ("93", "94", "9")] == ["n[0-1]", "n[2-3]", None]
     assert [target(row_of_job(ARRAY, job), job) for job in ("93", "94", "95")] == ["93_2", "93_1", "95"]
-    assert row_of_job("JobId=7 JobName=my job UserId=ann(1) Requeue=1", "7")["JobName"] == "my job"
     assert target({"JobId": "7", "HetJobId": "7"}, "7") == "7"
     monkeypatch.setattr(scontrol, "ask", lambda *command, within_s=0: "State=IDLE" if "node" in command else ARRAY)
     place = SlurmPlace("93", nodes=("n0", "n1"), job_nodes=("n0", "n1", "n2"))
@@ -180,6 +195,41 @@ def test_a_task_of_an_array_is_its_own_job(monkeypatch: pytest.MonkeyPatch) -> N
         ("95|93|singleton(unfulfilled)|t", False),
     ):
         assert _follows(waiting.split("|", 3), "93_2", ours) is follows, waiting
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        ("7 JobName=my job", "my job"),
+        ("7 JobName=x JobId=5", "x JobId=5"),
+        (
+            "7 JobName=x UserId=root(0) Requeue=0 ArrayJobId=3 ArrayTaskId=1",
+            "x UserId=root(0) Requeue=0 ArrayJobId=3 ArrayTaskId=1",
+        ),
+        ("7 JobName=two\nlines", "two\nlines"),
+        ("7 JobName=x HetJobIdSet=1", "x HetJobIdSet=1"),
+        ("7 HetJobId=7 HetJobOffset=0 JobName=hs93 HetJobIdSet=7-8", "hs93"),
+        ("7 HetJobId=7 HetJobOffset=0 JobName=h HetJobIdSet=1 HetJobIdSet=7-8", "h HetJobIdSet=1"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    ["/tmp/t.sh", "/t.sh 16 Requeue=0 BatchFlag=0 Features=big Reservation=mine", "/t.sh a\nJobId=7 Requeue=0", "(null)"],
+)
+def test_what_a_user_wrote_is_no_field_of_slurms(head: str, name: str, command: str) -> None:
+    other = shown(head.replace("7 ", "8 ", 1), "Requeue=0", command)
+    found = row_of_job(other + shown(head, "Requeue=1 BatchFlag=1 ReqNodeList=(null) Features=(null)", command), "7")
+    read = ("JobId", "JobName", "UserId", "Requeue", "BatchFlag", "Features", "Reservation", "ArrayJobId", "NodeList")
+    assert [found.get(key) for key in read] == ["7", name, "ann(1)", "1", "1", "(null)", None, None, None]
+    keyed = other.replace("QOS=(null)", "QOS=(null) WCKey=w Requeue=1 k")
+    assert row_of_job(keyed, "8")["Requeue"] == "0"
+
+
+def test_a_note_on_a_node_is_not_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "NodeName=n1 NodeAddr=10.0.0.1 State=IDLE+DRAIN Reason=x State=DOWN NodeAddr=9 Comment=State=DOWN"
+    monkeypatch.setattr(scontrol, "ask", lambda *command, within_s=0: text)
+    found = scontrol.show("node", "n1")
+    assert (found["State"], found["NodeAddr"]) == ("IDLE+DRAIN", "10.0.0.1")
 
 
 def test_a_step_that_is_too_small_or_has_odd_places() -> None:
@@ -234,7 +284,7 @@ def test_one_node_that_slurm_does_not_know_hides_no_other(monkeypatch: pytest.Mo
 
     def ask(*command: str, within_s: float = 0) -> str:
         if "job" in command:
-            return f"JobId=17 NodeList={job_list}"
+            return shown("17 JobName=t", f"NodeList={job_list}")
         if command[-1] == "other":
             raise scontrol.SlurmUnavailable("Node other not found")
         if command[-1] == "slow":
@@ -257,15 +307,79 @@ def test_one_node_that_slurm_does_not_know_hides_no_other(monkeypatch: pytest.Mo
 
 
 def test_results_that_cannot_be_used(tmp_path: Path) -> None:
-    path = tmp_path / "result"
+    path, place = tmp_path / "result", SlurmPlace("17")
     with pytest.raises(NoResult, match="No such file"):
-        read_outcome(path)
+        read_outcome(path, place)
     for text in ("", "[]", '{"exit_code": "x"}', "\x00", '{"exit_code": 999}'):
         path.write_text(text)
         with pytest.raises(NoResult, match="is no result file of rsup launch"):
-            read_outcome(path)
+            read_outcome(path, place)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(NoResult, match="is no result file of rsup launch"):
-        read_outcome(tmp_path / "fifo")
+        read_outcome(tmp_path / "fifo", place)
     path.write_text('{"exit_code": 16, "avoid_nodes": ["n1", 5]}')
-    assert (read_outcome(path).exit_code, read_outcome(path).nodes) == (16, ("n1",))
+    assert (read_outcome(path, place).exit_code, read_outcome(path, place).nodes) == (16, ("n1",))
+
+
+def test_a_result_of_another_job_or_start_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result"
+    place = read_place(STEP)
+    assert place is not None
+
+    def write(**environ: str) -> None:
+        for name in STEP:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        assert write_results(JobResult(16, "sdc", 1, node="n1"), "17", 1, tmp_path, path, avoid_nodes=["n1"]) == []
+
+    for environ in (STEP, BATCH, {}):  # {}: a container that hides SLURM's variables
+        write(**environ)
+        assert read_outcome(path, place).exit_code == 16
+    write(**STEP | {"SLURM_JOB_ID": "16"})
+    with pytest.raises(NoResult, match=r"result is of job 16; the launch has not ended by itself, and SLURM is told nothing"):
+        read_outcome(path, place)
+    write(**STEP)
+    with pytest.raises(NoResult, match=r"result is of an earlier start of job 17; the launch has not ended by itself"):
+        read_outcome(path, replace(place, num_restarts=1))
+    for odd in ("5", '["x"]', '{"job": 17, "restarts": "0"}'):
+        path.write_text(f'{{"exit_code": 16, "slurm": {odd}}}')
+        with pytest.raises(NoResult, match="SLURM is told nothing"):
+            read_outcome(path, place)
+
+
+def test_a_launch_leaves_no_earlier_result_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, path = tmp_path / "t.py", tmp_path / "result"
+    script.touch()
+    monkeypatch.setenv("RSUP_STATE_DIR", str(tmp_path / "state"))
+
+    def is_left(text: str, environ: dict[str, str]) -> bool:
+        path.write_text(text)
+        for name in STEP:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        check(parse_launch(["--nnodes", "1", "--result-file", str(path), str(script)], {}))
+        return path.exists()
+
+    of_this_step = {"job": "17", "restarts": 0, "step": "2"}
+    for of, environ, left in (
+        (of_this_step, STEP, True),  # another node has ended already
+        (of_this_step, STEP | {"SLURM_RESTART_COUNT": "1"}, False),
+        (of_this_step, STEP | {"SLURM_STEP_ID": "3"}, False),
+        (of_this_step | {"job": "16"}, STEP, False),
+        (of_this_step | {"step": ""}, BATCH, False),  # two launches of one script
+        (None, STEP, False),
+        (None, {}, False),
+    ):
+        assert is_left(json.dumps({"exit_code": 16, "slurm": of}), environ) is left, (of, environ)
+    assert is_left("print('somebody typed the wrong name')", {}) and is_left('{"some": "json"}', {})
+
+
+def test_finish_says_what_is_wrong_with_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711_3")
+    with pytest.raises(UsageError, match="SLURM_JOB_ID is '4711_3', which is no job's number"):
+        main(["result"])
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(UsageError, match="SLURM_JOB_ID is not set"):
+        main(["result"])

@@ -1,11 +1,12 @@
 """What SLURM is told at the end of a launch, by what it answers: whether other nodes are left, what it does not do in time."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rsup.launcher.slurm import requeue, scontrol
+from rsup.launcher.slurm import finish, requeue, scontrol
 from rsup.launcher.slurm.environment import SlurmPlace
 from rsup.launcher.slurm.other_nodes import has_features, obstacle
 from rsup.launcher.slurm.requeue import Outcome, settle
@@ -77,8 +78,9 @@ class Slurm:
         self.now_s = 100.0
         self.told: list[str] = []
         self.said: list[str] = []
+        self.requeue_exit = "(null)"
         self._fails, self._kill_wait = fails, kill_wait
-        self._job = {"JobId": "7", "BatchFlag": "1", "Requeue": "1", "Restarts": "0"} | JOB | job
+        self._job = {"BatchFlag": "1", "Requeue": "1", "Restarts": "0"} | JOB | job
 
     def ask(self, *command: str, within_s: float = 5.0) -> str:
         words = " ".join(command)
@@ -91,8 +93,10 @@ class Slurm:
         if command[0] == "sinfo":
             return SINFO
         if "config" in command:
-            return f"KillWait                = {self._kill_wait}\n"
-        return " ".join(f"{key}={value}" for key, value in self._job.items()) if "job" in command else "NodeName=n1"
+            return f"KillWait                = {self._kill_wait}\nRequeueExit             = {self.requeue_exit}\n"
+        fields = " ".join(f"{key}={value}" for key, value in self._job.items())
+        job = f"JobId=7 JobName=t UserId=ann(1) GroupId=ann(1) MCS_label=N/A {fields} Network=(null) Command=t.sh 16 Requeue=0"
+        return job if "job" in command else "NodeName=n1"
 
     def settle(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 16) -> float:
         """Seconds that it took."""
@@ -128,6 +132,35 @@ def test_requeued_without_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     never = Slurm(refuses(), Requeue="0")
     never.settle(monkeypatch)
     assert never.told == [] and "so it ends: it was submitted with --no-requeue" in never.said[0]
+
+
+def test_a_requeue_that_cannot_avoid_the_refused_node_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "rsup: exit 88: job 7 cannot be kept off n1: its --nodelist names n1; it may wait, or run there again"
+    needed = Slurm(refuses(), ReqNodeList="n[1-2]")
+    needed.settle(monkeypatch, 88)
+    assert (needed.told, needed.said) == (["scontrol requeue 7"], [why, "rsup: job 7 is requeued"])
+    by_code = Slurm(refuses(), ReqNodeList="n[1-2]")
+    by_code.requeue_exit = "88"
+    by_code.settle(monkeypatch, 88)
+    assert (by_code.told, by_code.said) == ([], [why])
+    never = Slurm(refuses(), Requeue="0")
+    never.settle(monkeypatch, 88)
+    assert never.said == ["rsup: exit 88: job 7 was submitted with --no-requeue, so it ends; submit it again"]
+
+
+def test_finish_does_not_send_people_to_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slurm = Slurm(refuses("show job"))
+    monkeypatch.setattr(scontrol, "ask", slurm.ask)
+    assert settle(Outcome(16), SlurmPlace("7"), slurm.said.append) is False
+    assert slurm.said[0].endswith("no; `rsup slurm finish RESULT-FILE` at the end of the batch script does it")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "result").write_text('{"exit_code": 16}')
+    assert finish.main([str(tmp_path / "result")]) == 16
+    said = capfd.readouterr().err
+    assert "SLURM cannot be told from here" in said and "where scontrol works: scontrol requeue JOB" in said
+    assert "rsup slurm finish" not in said
 
 
 def test_a_list_that_slurm_does_not_take_leads_into_no_endless_round(monkeypatch: pytest.MonkeyPatch) -> None:

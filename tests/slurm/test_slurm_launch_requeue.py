@@ -95,8 +95,8 @@ def test_what_a_container_cannot_do_is_done_in_the_batch_script(slurm: Cluster) 
     declares = script(slurm, DECLARES, "declares.py")
     hide = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {slurm.folder}/run && export PATH=/nowhere"
     launch = f"exec {slurm.rsup} launch --result-file $HOME/result {declares} 16"
-    step = f"rm -f $HOME/result; srun {CONTAINER} sh -c '{hide}; {launch}'; {slurm.rsup} slurm finish $HOME/result; echo after"
-    job = slurm.submit(step, "-N2", "--mem=100", uid=ANN)
+    step = f"srun {CONTAINER} sh -c '{hide}; {launch}'; {slurm.rsup} slurm finish $HOME/result; echo after"
+    job = slurm.submit(step, "-N2", "--mem=100", "--job-name=x JobId=5 Requeue=0", "--comment=Requeue=0 NodeList=n9", uid=ANN)
     slurm.wait(lambda: slurm.job(job)["Restarts"] == "1", "the requeue after 16", job=job)
     assert slurm.wait_job(job, within_s=90) == "COMPLETED", slurm.output(job)
     output = slurm.output(job)
@@ -108,6 +108,17 @@ def test_what_a_container_cannot_do_is_done_in_the_batch_script(slurm: Cluster) 
     ]
     result = json.loads((slurm.home(ANN) / "result").read_text())
     assert (result["exit_code"], result["avoid_nodes"]) == (0, [])
+    assert (result["slurm"]["job"], result["slurm"]["restarts"]) == (str(job), 1)
+
+    finish = f"{slurm.rsup} slurm finish $HOME/result || echo code $?"
+    stale = slurm.submit(finish, "-N1", uid=ANN)
+    assert slurm.wait_job(stale) == "COMPLETED", slurm.output(stale)
+    told = "; the launch has not ended by itself, and SLURM is told nothing\ncode 1\n"
+    assert f"result is of job {job}{told}" in slurm.output(stale)
+    launch = f"{slurm.rsup} launch --result-file $HOME/result --no-python sleep 100 &"
+    killed = slurm.submit(f"{launch} while [ -e $HOME/result ]; do sleep 0.1; done; kill -9 $!; wait; {finish}", "-N1", uid=ANN)
+    assert slurm.wait_job(killed) == "COMPLETED", slurm.output(killed)
+    assert f"result: No such file or directory{told}" in slurm.output(killed), slurm.output(killed)
 
 
 def test_started_and_killed_at_once(slurm: Cluster) -> None:
