@@ -38,21 +38,27 @@ def node_story(
     rows = connection.execute(select(drain_notes).where(drain_notes.c.node == name).order_by(drain_notes.c.at_us))
     notes = [DrainNoted(**row) for row in rows.mappings()]
     shown = [{"at": iso(note.at_us), "what": note.what, "text": note_text(note)} for note in reversed(notes[-MAX_NOTES:])]
-    return {**found, "against": against, "scheduler": _scheduler(notes, name), "notes": shown}
+    newest_us = max((one.newest_us for one in grounds if one.refuses), default=0)
+    standing = _scheduler(notes, name, newest_us, is_accused=any(one.refuses for one in grounds))
+    return {**found, "against": against, "scheduler": standing, "notes": shown}
 
 
-def _scheduler(notes: list[DrainNoted], name: str) -> Json | None:
+def _scheduler(notes: list[DrainNoted], name: str, newest_us: int, *, is_accused: bool) -> Json | None:
     log = logs_of(notes).get(name)
     if log is None:
         return None
+    is_let_run = log.is_left_alone(newest_us)
     return {
         "refused": f"Q-{log.number}" if log.number else "",
         "refused_since": iso(log.admitted_us) if log.number else None,
         "drained": log.drained,
         "reserved": log.reserved,
         "wanted": log.wanted,
-        "let_run_by": log.left_alone_by,
-        "let_run_since": iso(log.left_alone_us) if log.left_alone_us else None,
+        "let_run_by": log.left_alone_by if is_let_run else "",
+        "let_run_since": iso(log.left_alone_us) if is_let_run else None,
+        "held": is_accused and not log.number and not is_let_run,
+        "taken_over": log.taken_over,
+        "waits_for_gate": log.waits_for_gate,
     }
 
 
@@ -66,6 +72,8 @@ def note_text(note: DrainNoted) -> str:
 _WORDS = {
     "admitted": "refused to jobs as Q-{number}",
     "cleared": "refused to jobs no more",
+    "told": "its gate refuses it",
+    "untold": "its gate refuses it no more",
     "wanted": "drain asked for",
     "unwanted": "let run",
     "rebooting": "SLURM reboots it",

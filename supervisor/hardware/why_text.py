@@ -128,8 +128,12 @@ def _in_slurm(found: Json) -> list[str]:
         lines.append(f"the gate refuses it to jobs since {moment(at['refused_since'])} ({at['refused']})")
     if at["drained"]:
         lines.append(f"it is drained in SLURM: {clean(at['drained'])}")
+    if at.get("taken_over"):
+        lines.append("somebody else has made the drain theirs: `rsup slurm status` shows it")
     if at["reserved"]:
         lines.append("it is reserved in SLURM, so that only tests run there")
+    if at.get("held"):
+        lines.append("no gate refuses it yet: the guard holds it back, or SLURM shows it out of service (`rsup slurm status`)")
     if at["let_run_by"] and found["against"]:
         lines.append(f"{clean(at['let_run_by'])} let it run: it is left alone until new evidence, or `rsup nodes drain`")
     return lines
@@ -139,6 +143,8 @@ def _ends_in_slurm(found: Json) -> list[str]:
     at = found.get("scheduler")
     if at is None or not (at["refused"] or at["drained"] or at["reserved"]):
         return []
+    if at.get("waits_for_gate"):
+        return ["once its gate knows that nothing counts against it: it asks each minute (`rsup slurm status`)"]
     if at["wanted"]:
         return [f"asked for by {clean(at['wanted'])}: by `rsup nodes undrain {clean(found['node'])} --reason ...`"]
     boards = [clean(one["name"]) for one in found["against"] if one["kind"] == "device" and one["may_drain"]]

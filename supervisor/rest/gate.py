@@ -101,7 +101,7 @@ async def snapshot(
         fetched = gates.counters.fetched_us
         if principal.node in fetched or len(fetched) < MAX_FETCHERS:
             fetched[principal.node] = now_us()
-        gates.counters.watch.asked(principal.node, now_us())
+        gates.counters.watch.asked(principal.node, now_us(), refuses=principal.node in newest.refused)
     headers = {"ETag": newest.etag, "Cache-Control": "no-cache"}
     if newest.etag in (tag.strip().removeprefix("W/") for tag in if_none_match.split(",")):
         return Response(status_code=304, headers=headers)

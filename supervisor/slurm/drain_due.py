@@ -1,5 +1,6 @@
 """What is due in SLURM: the steps between what it shows and what is to be. Pure.
 
+No release while the gate there would still refuse the first job by the snapshot that it has.
 Where one means takes the place of the other (a drain, a reservation), the new one is there before the old one ends.
 """
 
@@ -39,11 +40,12 @@ def _by_drain(node: str, log: NodeLog, seen: NodeSeen, reason: str, why: str) ->
         steps.append(Step("drain", (node,), reason, why, by_word=bool(log.wanted)))
     if reason and log.drained not in ("", reason) and seen.is_drained and seen.is_ours:
         steps.append(Step("renew", (node,), reason, why, by_word=bool(log.wanted)))
-    if not reason and log.drained and seen.is_drained and seen.is_ours:
+    ends = not reason and not log.waits_for_gate
+    if ends and log.drained and seen.is_drained and seen.is_ours:
         steps.append(Step("undrain", (node,), "", _why_ended(log), by_word=bool(log.left_alone_us)))
-    if log.reserved and not reason:
+    if ends and log.reserved:
         steps.append(Step("unreserve", (node,), "", _why_ended(log), by_word=bool(log.left_alone_us)))
-    elif log.reserved and seen.is_drained:
+    elif reason and log.reserved and seen.is_drained:
         steps.append(Step("unreserve", (node,), "", "it is drained in its place", by_word=bool(log.wanted)))
     return steps
 
@@ -53,11 +55,12 @@ def _by_reservation(node: str, log: NodeLog, seen: NodeSeen, reason: str, why: s
     ours = bool(log.drained) and seen.is_drained and seen.is_ours
     if reason and not log.reserved and (ours or not seen.is_drained):
         steps.append(Step("reserve", (node,), reason, why, by_word=bool(log.wanted)))
-    if ours and not reason:
+    ends = not reason and not log.waits_for_gate
+    if ends and ours:
         steps.append(Step("undrain", (node,), "", _why_ended(log), by_word=bool(log.left_alone_us)))
-    elif ours and log.reserved:
+    elif reason and ours and log.reserved:
         steps.append(Step("undrain", (node,), "", "it is reserved in its place", by_word=bool(log.wanted)))
-    if log.reserved and not reason:
+    if ends and log.reserved:
         steps.append(Step("unreserve", (node,), "", _why_ended(log), by_word=bool(log.left_alone_us)))
     return steps
 

@@ -26,7 +26,7 @@ from rsup.supervisor.slurm.drain_plan import Plan, decide
 from rsup.supervisor.slurm.drain_status import Counters, status_of
 from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, View
 from rsup.supervisor.slurm.drain_words import Answer, Word
-from rsup.supervisor.slurm.guard import HOUR_US
+from rsup.supervisor.slurm.guard import HOUR_US, WITH_THOSE_BEFORE
 from rsup.supervisor.slurm.lookout import ClusterFile, Lookout
 from rsup.supervisor.slurm.node_log import NOTHING, NodeLog, logs_of, noted
 from rsup.supervisor.slurm.said_once import SaidOnce
@@ -82,6 +82,8 @@ class DrainKeeper:
         self.counters = Counters()
         self._status: dict[str, object] = {}
         self._logs: dict[str, NodeLog] | None = None
+        self._noted_us = 0
+        """Of the newest note that was there at the start."""
         self._admitted_us: list[int] = []
         self._next_number = 1
         self._unkept: list[DrainNoted] = []
@@ -185,6 +187,7 @@ class DrainKeeper:
                 for node, kind, detail, at_us in drain_rows.read_gate_words(connection, wire.now_us()):
                     self.counters.watch.decided(node, kind, detail, at_us)
             self._logs = logs_of(notes)
+            self._noted_us = max((note.at_us for note in notes), default=0)
             admissions = [note for note in notes if note.what == "admitted"]
             self._admitted_us = [note.at_us for note in admissions]
             self._next_number = 1 + max((note.number for note in admissions), default=0)
@@ -193,13 +196,16 @@ class DrainKeeper:
 
     def _look(self, logs: Mapping[str, NodeLog]) -> View:
         plan = self._settings.plan
-        return View() if plan.mode == "off" else self._lookout.look(logs, reservations_too=plan.quarantine_by == "reservation")
+        if plan.mode == "off":
+            return View()
+        return self._lookout.look(logs, reservations_too=plan.quarantine_by == "reservation", noted_us=self._noted_us)
 
     def _decide(self, grounds: Sequence[Ground], view: View, known: Sequence[str], now_us: int) -> Plan:
         assert self._logs is not None
         self._admitted_us = [at_us for at_us in self._admitted_us if now_us - at_us < HOUR_US]
         lately, number, settings = self._admitted_us, self._next_number, self._settings.plan
-        return decide(grounds, view, self._logs, lately, number, settings, self._guard, known, now_us)
+        gates = self.counters.watch.seen()
+        return decide(grounds, view, self._logs, lately, number, settings, self._guard, known, now_us, gates)
 
     # ------------------------------------------------------------------------------------------------------------- words
 
@@ -325,6 +331,7 @@ class DrainKeeper:
         held = plan.admission.held
         if held:
             name, why = next(iter(sorted(held.items())))
+            why = why.removesuffix(WITH_THOSE_BEFORE)  # of this round alone: the next would say the same anew
             text = f"the guard holds back {fold(sorted(held))}: {why}; gates accept them; see rsup slurm status"
             self._said.say("guard", text if len(held) > 1 else f"the guard holds back {name}: {why}; see rsup slurm status")
         else:

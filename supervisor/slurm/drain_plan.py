@@ -4,7 +4,8 @@
 
 A node is refused to jobs once the guard has let it pass, and drained where the history allows that (`may_drain`). Nobody else's
 hand is overruled: a reason that is not ours stays, a node that somebody else has resumed is left alone until new evidence or
-an operator's word, and only a drain of ours is ended. Releases pass no guard.
+an operator's word, and only a drain of ours is ended. Releases pass no guard; they wait for the node's gate, whose prolog
+would else refuse the first job, which drains the node in SLURM for good (`Prolog error`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from rsup.supervisor.hardware.policy import Guard
 from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_due import batched, steps_due, weights_due, why_of
 from rsup.supervisor.slurm.drain_terms import Decision, Ground, PlanSettings, Step, View
+from rsup.supervisor.slurm.gate_watch import NO_GATES, TAKEN_UP_US, Gate, GatesSeen
 from rsup.supervisor.slurm.guard import Admission, admit, fleet_of
 from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.scheduler_text import RESERVATION, NodeSeen
@@ -37,6 +39,8 @@ class Plan(Struct, frozen=True):
     """Nodes that would be refused but for what SLURM shows of them: that."""
     unknown: list[str] = []
     """Nodes that would be refused, and that SLURM does not know."""
+    for_gates: dict[str, int] = {}
+    """Nodes whose release waits until their gates know of it, each until then at the latest."""
     logs: dict[str, NodeLog] = {}
 
 
@@ -50,6 +54,7 @@ def decide(
     guard: Guard,
     known_nodes: Sequence[str],
     now_us: int,
+    gates: GatesSeen = NO_GATES,
 ) -> Plan:
     """The plan. `admitted_us`: when nodes were admitted lately; `known_nodes`: those that stand for SLURM's while it is not
     known."""
@@ -60,6 +65,7 @@ def decide(
     against = {node: found for node, all_ in by_node.items() if node and (found := [g for g in all_ if g.refuses])}
     for node in sorted({*at.logs, *against}):
         _observe(at, node, against.get(node, []))
+        _observe_gate(at, node, gates)
     left_alone = {n: at.log(n).left_alone_by for n, found in against.items() if at.log(n).is_left_alone(_newest(found))}
     wanted = {*against, *(node for node, log in at.logs.items() if log.wanted)} - left_alone.keys()
     for node, log in sorted(at.logs.items()):
@@ -88,6 +94,7 @@ def decide(
         left_alone=left_alone,
         waiting=waiting,
         unknown=unknown,
+        for_gates={n: gates.believes_until_us(n) for n, log in at.logs.items() if log.waits_for_gate},
         logs=at.logs,
     )
 
@@ -101,7 +108,7 @@ def _observe(at: Decision, node: str, against: Sequence[Ground]) -> None:
     if seen is None:
         return
     if (at.log(node).drained or at.log(node).taken_over) and not _observe_reboot(at, node, seen):
-        _observe_drain(at, node, seen)
+        _observe_drain(at, node, seen, against)
     log = at.log(node)
     if not (log.drained or log.taken_over) and seen.is_drained and seen.is_ours and (against or log.wanted):
         at.note(node, "drained", reason=seen.reason)  # by the gate, or by a supervisor that died before it could note it
@@ -123,14 +130,28 @@ def _observe_reboot(at: Decision, node: str, seen: NodeSeen) -> bool:
     return False
 
 
-def _observe_drain(at: Decision, node: str, seen: NodeSeen) -> None:
+def _observe_drain(at: Decision, node: str, seen: NodeSeen, against: Sequence[Ground]) -> None:
     log = at.log(node)
     if log.drained and not seen.is_drained:
-        at.note(node, "undrained" if at.view.has_forgotten else "resumed", reason=log.drained)
+        is_over = not (log.number or log.wanted) and (not against or log.is_left_alone(_newest(against)))
+        # Where its end was due it was ours, and a crash has kept us from noting it.
+        at.note(node, "undrained" if at.view.has_forgotten or is_over else "resumed", reason=log.drained)
     elif log.drained and seen.has_foreign_reason:
         at.note(node, "yielded", reason=seen.reason, principal=seen.reason_by)
     elif log.taken_over and not seen.is_drained:
         at.note(node, "resumed", reason="after a drain of somebody else")
+
+
+def _observe_gate(at: Decision, node: str, gates: GatesSeen) -> None:
+    """Whether a job that starts there would be refused, by what its gate has fetched."""
+    log, gate = at.log(node), gates.gates.get(node, Gate())
+    refuses = gate.refuses_jobs(at.now_us)
+    if refuses and not log.gate_refuses:
+        at.note(node, "told")
+    elif log.gate_refuses and not refuses and gate.got_us and at.now_us - gate.got_us >= TAKEN_UP_US:
+        at.note(node, "untold")
+    elif log.gate_refuses and at.now_us > gates.believes_until_us(node):
+        at.note(node, "untold", reason="it has not asked for so long that it believes no snapshot")
 
 
 def _waiting(at: Decision, wanted: Iterable[str]) -> dict[str, str]:

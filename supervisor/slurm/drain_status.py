@@ -72,8 +72,9 @@ def status_of(
     admission = plan.admission
     told = None if snapshot is None else told_refused(snapshot.content)
     nodes = view.nodes or {}
-    ours = {name: seen for name, seen in nodes.items() if seen.is_drained and seen.is_ours}
-    theirs = {name: seen for name, seen in nodes.items() if seen.is_drained and not seen.is_ours}
+    drained = {name: seen for name, seen in nodes.items() if seen.is_drained}
+    ours = {n: seen for n, seen in drained.items() if seen.is_ours and not (n in logs and logs[n].taken_over)}
+    theirs = {name: seen for name, seen in drained.items() if name not in ours}
     return {
         "mode": mode,
         "cluster": cluster,
@@ -106,6 +107,7 @@ def status_of(
                 "id": f"Q-{number}",
                 "since": iso(logs[name].admitted_us),
                 "drained": bool(logs[name].drained),
+                "reserved": logs[name].reserved,
                 "gates_refuse": told is not None and name in told,
             }
             for name, number in sorted(plan.refused.items())
@@ -115,9 +117,11 @@ def status_of(
             "ours": [{"node": name, "reason": seen.reason} for name, seen in sorted(ours.items())],
             "others": [{"node": n, "reason": seen.reason, "by": seen.reason_by} for n, seen in sorted(theirs.items())],
         },
+        "reserved": sorted(name for name, log in logs.items() if log.reserved),
         "differences": {
             "left_alone": [{"node": name, "by": by} for name, by in sorted(plan.left_alone.items())],
             "waiting": [{"node": name, "for": what} for name, what in sorted(plan.waiting.items())],
+            "for_gates": [{"node": name, "until": iso(until_us)} for name, until_us in sorted(plan.for_gates.items())],
             "unknown_to_slurm": plan.unknown,
             "drained_without_ground": sorted(n for n in ours if n not in plan.refused and not _is_ours(logs, n)),
         },
@@ -177,6 +181,7 @@ def metrics_of(status: Mapping[str, Any], counters: Counters, now_us: int) -> li
             Metric("rsup_refused_nodes_limit", "gauge", "The guard's limit to that.", [({}, guard["limit"])]),
             Metric("rsup_drain_proposals", "gauge", "Steps that mode propose has not taken.", [({}, len(status["proposals"]))]),
             Metric("rsup_drained_nodes", "gauge", "Nodes that SLURM shows drained, by whose reason.", owners),
+            Metric("rsup_reserved_nodes", "gauge", "Nodes in reservations of ours.", [({}, len(status["reserved"]))]),
             Metric("rsup_left_alone_nodes", "gauge", "Nodes that somebody let run though they were to be refused.", [
                 ({}, len(status["differences"]["left_alone"]))
             ]),

@@ -7,6 +7,7 @@ overrules nobody else's drain: that is SLURM's own `scontrol update ... state=re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rsup.supervisor.hardware.hostlist import fold
 from rsup.supervisor.hardware.policy import Guard
@@ -127,9 +128,14 @@ def outcome(word: Word, told: Answer, logs: Mapping[str, NodeLog], trouble: str)
         return told
     standing = {name: logs.get(name, NOTHING) for name in word.nodes}
     late = [name for name, log in standing.items() if _stands(log) != (word.verb == "drain")]
+    waiting = [name for name in late if word.verb == "undrain" and standing[name].waits_for_gate]
+    late = [name for name in late if name not in waiting]
+    if waiting:
+        more = f"; SLURM starts none on {_named(waiting)} before the gate there knows of it (it asks each minute)"
+        told = replace(told, message=told.message + more)
     if not late:
         return told
-    done = [name for name in word.nodes if name not in late]
+    done = [name for name in word.nodes if name not in late and name not in waiting]
     first = f"{_named(done)}: {word.verb}ed; " if done else ""
     asked = "not drained" if word.verb == "drain" else "drained still"
     again = "it is tried again, until `rsup nodes undrain`" if word.verb == "drain" else "it is tried again"

@@ -21,6 +21,10 @@ Json = dict[str, Any]
 
 SILENT_AFTER_US = 600_000_000
 """A round is made each minute: who has missed ten does not ask."""
+BELIEVED_US = HOUR_US
+"""So long a gate goes by a snapshot that no supervisor confirms (`max_age_s` of node.toml, as it is installed)."""
+TAKEN_UP_US = 2_000_000
+"""So long after its question a node surely has the answer on its disk."""
 WEEK_US = 7 * 86_400_000_000
 """So long what would have been refused is shown: gates observe that long before they enforce."""
 MAX_NODES = 65_536
@@ -33,6 +37,10 @@ class Gate(Struct, frozen=True):
     """One node's. Times are when this supervisor heard of it, 0: never."""
 
     asked_us: int = 0
+    got_us: int = 0
+    """When it last fetched the snapshot; `asked_us` is of its reports, too."""
+    got_refusal: bool = False
+    """That snapshot refuses something of this node."""
     told_us: int = 0
     mode: str = ""
     trouble: str = ""
@@ -47,6 +55,24 @@ class Gate(Struct, frozen=True):
     would: str = ""
     """The newest job that it let in because it only observes."""
 
+    def refuses_jobs(self, now_us: int) -> bool:
+        """Whether a job that starts there now is refused, as far as is known."""
+        return self.got_refusal and self.mode != "observe" and now_us - self.got_us <= BELIEVED_US
+
+
+class GatesSeen(Struct, frozen=True):
+    """What a round goes by. `begun_us`: since when what gates fetch is known."""
+
+    gates: Mapping[str, Gate] = {}
+    begun_us: int = 0
+
+    def believes_until_us(self, node: str) -> int:
+        """When the gate there believes nothing any more of what it has, unless it asks again."""
+        return max(self.gates.get(node, Gate()).got_us, self.begun_us) + BELIEVED_US
+
+
+NO_GATES = GatesSeen()
+
 
 @dataclass
 class GateWatch:
@@ -55,9 +81,9 @@ class GateWatch:
     begun_us: int = 0
     _gates: dict[str, Gate] = field(default_factory=dict)
 
-    def asked(self, node: str, now_us: int) -> None:
-        """It has asked for the snapshot."""
-        self._put(node, replace(self._of(node), asked_us=now_us))
+    def asked(self, node: str, now_us: int, *, refuses: bool = False) -> None:
+        """It has asked for the snapshot, and got one that `refuses` something of it."""
+        self._put(node, replace(self._of(node), asked_us=now_us, got_us=now_us, got_refusal=refuses))
 
     def told(self, node: str, mode: str, trouble: str, now_us: int) -> None:
         """It has said whether it sees."""
@@ -73,6 +99,10 @@ class GateWatch:
                 self._put(node, replace(gate, would_us=now_us, would=detail.removeprefix(OBSERVED)))
         elif kind == "prolog-refused" and now_us >= gate.refused_us:
             self._put(node, replace(gate, refused_us=now_us, refused=detail))
+
+    def seen(self) -> GatesSeen:
+        """All that is known of them now."""
+        return GatesSeen(self._gates.copy(), self.begun_us)
 
     def gates(self, expected: Iterable[str]) -> dict[str, Gate]:
         """Of the nodes that ought to ask (as SLURM knows them; none: of all that ever did)."""

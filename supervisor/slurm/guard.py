@@ -19,7 +19,8 @@ HOUR_US = 3_600_000_000
 MAX_RACK_NODES = 72
 """A larger group of nodes is no rack, whatever the names say."""
 
-
+WITH_THOSE_BEFORE = ", counting those that come before it"
+"""Said of what is held back in the round in which others have passed."""
 LEAST_BELIEVED = 2
 """So many refused nodes a gate of the smallest cluster believes (`launcher.slurm.gate_decision`)."""
 
@@ -106,7 +107,7 @@ def admit(wanted: Sequence[str], fleet: Fleet, admitted_us: Sequence[int], guard
         rack = racks.get(name)
         why = guard.holds_back(num_refused, num_counted, in_last_hour, in_rack[rack] if rack else 0)
         if why:
-            held[name] = why + (", counting those that come before it" if passed else "")
+            held[name] = why + (WITH_THOSE_BEFORE if passed else "")
             continue
         passed.append(name)
         num_refused, in_last_hour = num_refused + 1, in_last_hour + 1

@@ -19,7 +19,7 @@ STALE_AFTER_US = HOUR_US
 
 class ClusterFile:
     """The name of the cluster that SLURM told last, for a start at which it does not answer: a snapshot that names no cluster
-    would be believed in every one."""
+    would be believed in every one. And, by a file beside it, when SLURM answered last."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,6 +36,22 @@ class ClusterFile:
         with contextlib.suppress(OSError):
             self._path.write_text(f"{name}\n")
 
+    def looked_us(self) -> int:
+        """0: nobody knows."""
+        try:
+            return self._looked.stat().st_mtime_ns // 1000
+        except OSError:
+            return 0
+
+    def look(self) -> None:
+        """SLURM has answered now."""
+        with contextlib.suppress(OSError):
+            self._looked.touch()
+
+    @property
+    def _looked(self) -> Path:
+        return self._path.with_name(f"{self._path.name}-looked")
+
 
 class Lookout:
     """`cluster`: its name, found in SLURM where it is not given. `trouble`: why it does not answer now, empty if it does.
@@ -51,6 +67,7 @@ class Lookout:
         is_expected: bool = True,
         remembered: "ClusterFile | None" = None,
     ) -> None:
+        self._file = remembered
         self._remembered = None if cluster else remembered
         """Where the name is kept; None once it is known, or was given."""
         self.cluster = self._remembered.read() if self._remembered is not None else cluster
@@ -60,20 +77,27 @@ class Lookout:
         self._looked_us = 0
         self._is_expected = is_expected
 
-    def look(self, logs: Mapping[str, NodeLog], *, reservations_too: bool) -> View:
-        """SLURM as it is now; where it does not answer, as it was."""
+    def look(self, logs: Mapping[str, NodeLog], *, reservations_too: bool, noted_us: int = 0) -> View:
+        """SLURM as it is now; where it does not answer, as it was. `noted_us`: of the newest note in `logs`, which was made
+        after a look."""
         try:
             nodes = self._scontrol.nodes()
             self._learn_cluster()
             needed = reservations_too or any(log.reserved for log in logs.values())
             reservations = frozenset(self._scontrol.reservations()) if needed else None
-            lost = bool(self._looked_us) and _has_lost(logs, nodes, reservations)
-            forgotten = lost and self._scontrol.started_us() > self._looked_us
+            lost = _has_lost(logs, nodes, reservations)
+            since_us = self._looked_us
+            if not since_us:  # drains that SLURM ended with its state are gone all of them, those that people ended hardly
+                lost = lost and not _has_kept(logs, nodes, reservations)
+                since_us = max(noted_us, self._file.looked_us() if self._file is not None else 0)
+            forgotten = lost and self._scontrol.started_us() > since_us
         except SchedulerError as error:
             return self._as_it_was(error)
         if self.trouble:
             self._said.over("scheduler", "SLURM answers again")
         self.trouble, self._looked_us = "", self._clock_us()
+        if self._file is not None:
+            self._file.look()
         self._last = View(nodes, reservations, has_forgotten=forgotten)
         words = sorted({word for seen in nodes.values() for word in seen.unknown})
         if words:
@@ -103,3 +127,11 @@ def _has_lost(logs: Mapping[str, NodeLog], nodes: Mapping[str, NodeSeen], reserv
     """Whether something of ours is not there any more."""
     undone = any(log.drained and name in nodes and not nodes[name].is_drained for name, log in logs.items())
     return undone or (any(log.reserved for log in logs.values()) and not reservations)
+
+
+def _has_kept(logs: Mapping[str, NodeLog], nodes: Mapping[str, NodeSeen], reservations: Collection[str] | None) -> bool:
+    """Whether something of ours is there still."""
+    drained = any(
+        log.drained and name in nodes and nodes[name].is_drained and nodes[name].is_ours for name, log in logs.items()
+    )
+    return drained or (any(log.reserved for log in logs.values()) and bool(reservations))

@@ -11,6 +11,7 @@
 | weighted, unweighted | the same of the weight by which suspects come last |
 | resumed | somebody else ended our drain: it is left so until new evidence or an operator's word |
 | yielded | somebody else has put a reason of theirs in the place of ours: the drain is theirs now |
+| told, untold | its gate refuses jobs by the snapshot that it has, and does so no more |
 """
 
 from collections.abc import Iterable
@@ -21,8 +22,8 @@ from msgspec.structs import replace
 from rsup.supervisor.records import DrainNoted
 
 NOTES = (
-    "admitted", "cleared", "wanted", "unwanted", "rebooting", "rebooted", "drained", "renewed", "undrained", "reserved",
-    "unreserved", "weighted", "unweighted", "resumed", "yielded",
+    "admitted", "cleared", "told", "untold", "wanted", "unwanted", "rebooting", "rebooted", "drained", "renewed", "undrained",
+    "reserved", "unreserved", "weighted", "unweighted", "resumed", "yielded",
 )  # fmt: skip
 
 
@@ -47,6 +48,13 @@ class NodeLog(Struct, frozen=True):
     """Somebody else's reason stands where ours stood."""
     rebooting: bool = False
     """SLURM reboots it: should the drain be gone afterwards, nobody has ended it."""
+    gate_refuses: bool = False
+    """Its gate has fetched a snapshot that refuses it, and none since that does not: a job that starts there is refused."""
+
+    @property
+    def waits_for_gate(self) -> bool:
+        """Whether its release waits until its gate knows of it."""
+        return self.gate_refuses and not self.number and (bool(self.drained) or self.reserved)
 
     def is_left_alone(self, newest_us: int) -> bool:
         """`newest_us`: the newest evidence, or word, against it."""
@@ -73,6 +81,8 @@ def noted(log: NodeLog, note: DrainNoted) -> NodeLog:
             return replace(log, drained=note.reason)
         case "undrained":
             return replace(log, drained="", taken_over=False, rebooting=False)
+        case "told" | "untold":
+            return replace(log, gate_refuses=note.what == "told")
         case "rebooting" | "rebooted":
             return replace(log, rebooting=note.what == "rebooting")
         case "yielded":

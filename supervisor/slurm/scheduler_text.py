@@ -28,6 +28,9 @@ _REBOOTS = re.compile(r"(?: : reboot [a-z ]+)+$")
 """What SLURM itself writes behind a reason (`reboot issued`, `reboot complete`)."""
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z_:]+)=(\S*)")
 _REASON = re.compile(r"\sReason=(.*?)(?:\s\[([^\[\]@\s]+)@([^\[\]\s]+)\])?(?:\s+Comment=.*|\s+Extra=.*)?\s*$")
+_FREE = re.compile(r"\s(?:Comment|Extra)=")
+_REASON_BEHIND = re.compile(r".*\sReason=(.*)\s\[([^\[\]@\s]+)@[^\[\]\s]+\]\s*$")
+"""A reason behind such a text, which may hold the word `Reason=` itself: SLURM's stamp ends the line."""
 
 
 class NodeSeen(Struct, frozen=True):
@@ -84,8 +87,10 @@ def read_nodes(text: str) -> dict[str, NodeSeen]:
 
 
 def _node(line: str) -> NodeSeen | None:
-    reason = _REASON.search(line)
-    head = line[: reason.start()] if reason else line
+    reason, free = _REASON.search(line), _FREE.search(line)
+    head = line[: min((found.start() for found in (reason, free) if found), default=len(line))]
+    if reason and free and free.start() < reason.start():
+        reason = _REASON_BEHIND.search(line, free.start())
     fields: dict[str, str] = {}
     for name, value in _FIELD.findall(head):
         fields.setdefault(name, value)

@@ -101,8 +101,16 @@ def status_text(status: Json) -> str:
     for one in status["refused"]:
         how = "" if one["node"] not in failing else ", SLURM does not do what is due (above)"
         how += "" if one.get("gates_refuse", True) or not status["snapshot"] else f", but not by gates: {_not_told(one, guard)}"
-        lines.append(f"  refused {one['node']} {one['id']} since {one['since']}{', drained' if one['drained'] else ''}{how}")
+        done = f"{', drained' if one['drained'] else ''}{', reserved' if one.get('reserved') else ''}"
+        lines.append(f"  refused {one['node']} {one['id']} since {one['since']}{done}{how}")
     lines += [f"  drained by us {one['node']}: {one['reason']}" for one in drained["ours"]]
+    unrefused = sorted({*status.get("reserved", ())} - {one["node"] for one in status["refused"]})
+    if unrefused:
+        lines.append(f"  reserved by us, refused no more: {fold(unrefused)}")
+    for one in other.get("for_gates", ()):
+        lines.append(
+            f"  kept off still {one['node']}: until its gate, which refuses it, knows better; at {one['until']} at the latest"
+        )
     gates: Json = status.get("gates") or {}
     for one in drained["others"]:
         why = f"{one['reason'] or '-'}{refusal_words(gates, one['node'], one['reason'])}"

@@ -33,6 +33,8 @@ class Snapshot(Struct, frozen=True):
     made_us: int
     content: Json
     data: bytes
+    refused: frozenset[str] = frozenset()
+    """Nodes of which it refuses something."""
 
     @property
     def etag(self) -> str:
@@ -131,7 +133,7 @@ class Publisher:
         data = self._key.sign(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
         with contextlib.suppress(OSError):
             self._stored.write_text(f"{serial}\n")
-        return Snapshot(serial, now_us, whole, data)
+        return Snapshot(serial, now_us, whole, data, frozenset(told_refused(content)))
 
     def _last_serial(self) -> int:
         try:

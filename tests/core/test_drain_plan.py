@@ -11,6 +11,7 @@ from rsup.supervisor.slurm.drain_plan import Plan, decide
 from rsup.supervisor.slurm.drain_steps import take
 from rsup.supervisor.slurm.drain_terms import Ground, PlanSettings, Step, View
 from rsup.supervisor.slurm.drain_words import Answer, Word, answer, outcome
+from rsup.supervisor.slurm.gate_watch import BELIEVED_US, TAKEN_UP_US, GatesSeen, GateWatch
 from rsup.supervisor.slurm.guard import HOUR_US, Fleet, admit, fleet_of, racks_of
 from rsup.supervisor.slurm.node_log import NodeLog, logs_of
 from rsup.supervisor.slurm.scheduler import Scontrol
@@ -40,13 +41,15 @@ class Story:
         self.logs: dict[str, NodeLog] = {}
         self.reasons: dict[str, str] = {}
         """What the last steps would have SLURM show."""
+        self.watch = GateWatch(NOW)
 
     def round(self, grounds: list[Ground], nodes: dict[str, NodeSeen] | None, stale: bool = False, **more: object) -> Plan:
         self.now_us += 1000
         admissions = [note for note in self.notes if note.what == "admitted"]
         lately, number = [note.at_us for note in admissions], 1 + max((n.number for n in admissions), default=0)
         view = View(nodes, is_stale=stale, **more)  # type: ignore[arg-type]
-        plan = decide(grounds, view, self.logs, lately, number, self.settings, self.guard, ["n0", "n1", "n2"], self.now_us)
+        known, gates = ["n0", "n1", "n2"], self.watch.seen()
+        plan = decide(grounds, view, self.logs, lately, number, self.settings, self.guard, known, self.now_us, gates)
         self.keep(*plan.notes)
         self.reasons |= {node: step.reason for step in plan.steps for node in step.nodes}
         assert self.logs == {node: log for node, log in plan.logs.items() if node in self.logs or log != NodeLog()}
@@ -189,6 +192,78 @@ def test_nobody_elses_hand_is_overruled() -> None:
     assert story.told()[-1] == ("n1", "yielded")
     assert not kinds(story.round([], seen("n1", **drained))), "theirs to end"
     assert story.round(against, seen("n1")).left_alone, "they have ended it, and with it ours"
+
+
+def a_drained_node_whose_gate_refuses(mode: str = "", **settings: object) -> tuple[Story, dict[str, NodeSeen]]:
+    """n1: it is drained, its gate has the snapshot that refuses it, and the supervisor has seen that."""
+    story = Story(**settings)  # type: ignore[arg-type]
+    story.round([ground("n1")], seen("n0", "n1"))
+    story.done("n1", "drained")
+    shown = seen("n0") | seen("n1", flags="DRAIN", reason=story.reasons["n1"])
+    if mode:
+        story.watch.told("n1", mode, "", story.now_us)
+    story.watch.asked("n1", story.now_us, refuses=True)
+    story.round([ground("n1")], shown)
+    return story, shown
+
+
+def test_a_release_waits_until_the_gate_there_refuses_no_more() -> None:
+    """Its prolog would refuse the first job, and SLURM drain the node for good."""
+    story, shown = a_drained_node_whose_gate_refuses()
+    for _ in range(2):
+        plan = story.round([], shown)
+        assert not plan.steps and not plan.refused and list(plan.for_gates) == ["n1"]
+    story.watch.told("n1", "enforce", "", story.now_us)  # a word is no question
+    story.watch.asked("n1", story.now_us)
+    assert not story.round([], shown).steps, "it may be writing what it got"
+    story.now_us += TAKEN_UP_US
+    plan = story.round([], shown)
+    assert kinds(plan) == [("undrain", ("n1",))] and not plan.for_gates and story.told()[-1] == ("n1", "untold")
+
+    story, shown = a_drained_node_whose_gate_refuses("observe")
+    assert kinds(story.round([], shown)) == [("undrain", ("n1",))], "it refuses nothing"
+    story, shown = a_drained_node_whose_gate_refuses()
+    story.settings = PlanSettings("act", "reservation")
+    assert not story.round([], shown).steps
+    story.logs = {"n1": replace(story.logs["n1"], drained="", reserved=True)}
+    plan = decide([], View(seen("n1")), story.logs, [], 2, story.settings, GUARD, [], story.now_us, story.watch.seen())
+    assert not plan.steps and list(plan.for_gates) == ["n1"], "a reservation keeps them off as well"
+
+
+def test_a_release_waits_no_longer_than_a_gate_believes_what_it_has() -> None:
+    story, shown = a_drained_node_whose_gate_refuses()
+    asked_us = story.watch.seen().gates["n1"].got_us
+    assert story.round([], shown).for_gates == {"n1": asked_us + BELIEVED_US}
+    story.now_us = asked_us + BELIEVED_US - 5000
+    assert not story.round([], shown).steps
+    story.now_us = asked_us + BELIEVED_US
+    assert kinds(story.round([], shown)) == [("undrain", ("n1",))]
+    assert not story.round([], shown).notes, "noted once"
+
+    story, shown = a_drained_node_whose_gate_refuses()  # and over a restart of the supervisor
+    story.watch = GateWatch(story.now_us)
+    assert not story.round([], shown).steps and GatesSeen().believes_until_us("n1") == BELIEVED_US
+    story.now_us += BELIEVED_US
+    assert kinds(story.round([], shown)) == [("undrain", ("n1",))]
+
+
+def test_an_operator_who_undrains_hears_that_the_gate_is_waited_for() -> None:
+    story, shown = a_drained_node_whose_gate_refuses()
+    word = Word(verb="undrain", nodes=("n1",), reason="fixed", principal="ann")
+    told = answer(word, View(shown), story.logs, [], 2, GUARD, "act", "", story.now_us)
+    story.keep(*told.notes)
+    assert not story.round([ground("n1")], shown).steps
+    said = outcome(word, told, story.logs, "")
+    assert "SLURM starts none on n1 before the gate there knows of it" in said.message and not said.undone
+
+
+def test_an_end_of_ours_that_a_crash_kept_from_being_noted_is_nobodys_word() -> None:
+    story, against = Story(), [ground("n1")]
+    story.round(against, seen("n0", "n1"))
+    story.done("n1", "drained")
+    assert kinds(story.round([], seen("n0") | seen("n1", flags="DRAIN", reason=story.reasons["n1"]))) == [("undrain", ("n1",))]
+    story.round([], seen("n0", "n1"))
+    assert story.told()[-1] == ("n1", "undrained") and not story.logs["n1"].left_alone_us
 
 
 def test_a_drain_that_nobody_could_note_is_taken_up_again_only_with_a_ground() -> None:
@@ -415,11 +490,16 @@ def test_what_slurm_shows_is_read_with_all_that_is_odd_in_it() -> None:
         f"NodeName=n0 State=IDLE+DRAIN+SHINY Weight=3 Partitions=a,b  Reason=bad [x] State=DOWN y [ann@{when}]",
         f"NodeName=n1 State=DOWN*+NOT_RESPONDING Weight=x Reason=Not responding [slurm@{when}] Comment=mine",
         "NodeName=n2 State=WONDERFUL",
+        "NodeName=n3 State=IDLE Weight=1 Comment=ticket 12 Reason=disk swap Weight=7 ",
+        f"NodeName=n4 State=IDLE+DRAIN Reason=rsup:Q-1 x [root@{when}] Comment=ticket 12 Reason=disk swap",
+        f"NodeName=n5 State=IDLE+DRAIN Comment=ticket 12 Reason=disk swap Reason=dimm [ann@{when}]",
         "Node n9 not found",
         "NodeName= State=IDLE",
     ]
     nodes = read_nodes("\n".join(lines))
-    assert list(nodes) == ["n0", "n1", "n2"]
+    assert list(nodes) == [f"n{index}" for index in range(6)]
+    assert (nodes["n3"].reason, nodes["n3"].weight, nodes["n3"].is_eligible) == ("", 1, True), "a comment is no reason"
+    assert [(nodes[name].reason, nodes[name].reason_by) for name in ("n4", "n5")] == [("rsup:Q-1 x", "root"), ("dimm", "ann")]
     first = nodes["n0"]
     assert (first.state, first.reason, first.reason_by, first.weight) == ("IDLE", "bad [x] State=DOWN y", "ann", 3)
     assert first.is_drained and first.has_foreign_reason and first.unknown == ["SHINY"] and first.partitions == ("a", "b")

@@ -7,6 +7,7 @@ import pytest
 from rsup.supervisor.slurm.drain_plan import Plan, View
 from rsup.supervisor.slurm.drain_status import Counters, metrics_of, running_nodes, status_of
 from rsup.supervisor.slurm.gate_watch import SILENT_AFTER_US, GateWatch, gate_lines, gate_metrics, gates_of
+from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.scheduler_text import NodeSeen
 from rsup.supervisor.slurm.slurm_cli import status_text
 
@@ -96,3 +97,28 @@ def test_the_whole_status_names_them_and_ties_a_prolog_error_to_its_refusal(watc
     counters = Counters(watch=watch)
     (family,) = (one for one in metrics_of(status, counters, START + SECOND) if one.name == "rsup_gate_nodes")
     assert dict((labels["state"], value) for labels, value in family.samples) == {"sees": 5, "blind": 1, "silent": 0}
+
+
+def test_the_status_tells_whose_a_drain_is_and_what_is_reserved_or_waits_for_a_gate() -> None:
+    """A reason that begins as ours may be somebody's, who wrote behind it."""
+    seen = {
+        name: NodeSeen(name, "IDLE", frozenset({"DRAIN"}), f"rsup:Q-1 x{more}", "ann")
+        for name, more in (("n1", ""), ("n2", "; ann: RMA"), ("n3", ""))
+    }
+    logs = {
+        "n1": NodeLog(number=1, drained="rsup:Q-1 x", reserved=True),
+        "n2": NodeLog(taken_over=True),
+        "n3": NodeLog(drained="rsup:Q-1 x", gate_refuses=True),
+        "n4": NodeLog(reserved=True),
+    }
+    plan = Plan(refused={"n1": 1}, for_gates={"n3": START})
+    status = status_of("act", "c", View(seen), plan, logs, None, "", 1)
+    text = status_text(status)
+    assert [one["node"] for one in status["drained"]["ours"]] == ["n1", "n3"] and "no ground here" not in text
+    assert "drained by ann n2: rsup:Q-1 x; ann: RMA" in text and "drained by us n2" not in text
+    assert "refused n1 Q-1 since 1970-01-01T00:00:00.000000Z, drained, reserved" in text
+    assert "reserved by us, refused no more: n4" in text
+    assert "kept off still n3: until its gate, which refuses it, knows better; at 2027-01-15T08:00:00.000000Z" in text
+    values = {one.name: one.samples for one in metrics_of(status, Counters(), START)}
+    assert values["rsup_drained_nodes"] == [({"owner": "rsup"}, 2), ({"owner": "other"}, 1)]
+    assert values["rsup_reserved_nodes"] == [({}, 2)]

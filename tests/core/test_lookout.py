@@ -1,7 +1,9 @@
 """What is said of a SLURM that does not answer: nothing where nobody expects one."""
 
 import logging
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rsup.supervisor.config import Settings
 from rsup.supervisor.records import DrainNoted
 from rsup.supervisor.slurm.drain_terms import Step
 from rsup.supervisor.slurm.lookout import ClusterFile, Lookout
+from rsup.supervisor.slurm.node_log import NodeLog
 from rsup.supervisor.slurm.said_once import SaidOnce
 from rsup.supervisor.slurm.scheduler import Scontrol
 from rsup.supervisor.slurm.start import expects_slurm, name_in_conf
@@ -109,3 +112,31 @@ def test_a_step_that_fails_holds_up_no_other_and_is_remembered(tmp_path: Path, c
     (tmp_path / "mended").touch()
     steps = steps[1:2]
     assert [note.node for note in take()] == ["n0", "n1"] and not taker.failing, "done, or not wanted any more"
+
+
+RESTARTED = """#!/bin/sh
+case "$*" in
+  "show config"*) echo 'ClusterName = c'; echo 'BOOT_TIME = %s';;
+  *) echo 'NodeName=n0 State=%s'; echo 'NodeName=n1 State=IDLE';;
+esac
+"""
+
+
+def test_a_slurm_that_lost_its_state_while_the_supervisor_was_away_has_ended_no_drain(tmp_path: Path) -> None:
+    command, file = tmp_path / "scontrol", ClusterFile(tmp_path / "name")
+    logs = {name: NodeLog(number=1, drained=f"rsup:Q-1 {name}") for name in ("n0", "n1")}
+    started_us = int(time.mktime((2020, 11, 30, 12, 0, 0, 0, 0, -1))) * 1_000_000
+
+    def has_forgotten(noted_us: int, state: str = "IDLE", kept: ClusterFile | None = None) -> bool:
+        command.write_text(RESTARTED % ("2020-11-30T12:00:00", state))
+        command.chmod(0o755)
+        lookout = Lookout(Scontrol(str(command)), "c", SaidOnce(logging.getLogger("drains")), lambda: 10**15, remembered=kept)
+        return lookout.look(logs, reservations_too=False, noted_us=noted_us).has_forgotten
+
+    assert has_forgotten(started_us - 1), "started after all that was noted"
+    assert not has_forgotten(started_us + 1), "drained since: somebody has let them run"
+    assert not has_forgotten(started_us - 1, "IDLE+DRAIN Reason=rsup:Q-1 n0 [root@x]"), "one is there still"
+    assert has_forgotten(started_us - 1, kept=file)
+    os.utime(tmp_path / "name-looked", (started_us / 1e6 + 1, started_us / 1e6 + 1))
+    assert not has_forgotten(started_us - 1, kept=file), "it was seen to keep them after its start"
+    assert file.looked_us() > started_us + 1_000_000

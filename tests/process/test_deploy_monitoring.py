@@ -57,7 +57,7 @@ def a_slurm_status() -> dict[str, Any]:
     """`drain_status.status_of` after a round, as far as metrics go."""
     guard = {"open": True, "held": [], "num_refused": 1, "limit": 2}
     nothing: dict[str, Any] = {"drained": {"ours": [], "others": []}, "proposals": [], "differences": {"left_alone": []}}
-    more = {"scheduler": {"answers": True, "is_expected": True}, "failing": [], "no_snapshot": ""}
+    more = {"scheduler": {"answers": True, "is_expected": True}, "failing": [], "reserved": [], "no_snapshot": ""}
     return nothing | {"guard": guard} | more
 
 

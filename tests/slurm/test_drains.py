@@ -126,6 +126,12 @@ def test_the_guard_trips_at_its_limit_and_never_holds_up_a_release(slurm: Cluste
     slurm.start_controller_anew()  # nobody has ended our drains: SLURM has lost them
     daemon.wait(lambda: bool(drained(slurm, "n0") and drained(slurm, "n1")), "both to be drained again")
     assert daemon.metric('rsup_drain_actions_total{what="resumed"}') == 0
+    daemon.rounds()
+    daemon.kill()
+    slurm.start_controller_anew()  # and again while the supervisor is away
+    daemon.restart()
+    daemon.wait(lambda: bool(drained(slurm, "n0") and drained(slurm, "n1")), "both to be drained again")
+    assert daemon.metric('rsup_drain_actions_total{what="resumed"}') == 0
     slurm.run("scontrol", "reboot", "ASAP", "nextstate=resume", "reason=firmware", "n1")
     daemon.wait(lambda: daemon.metric('rsup_drain_actions_total{what="rebooting"}') == 1, "the reboot to be seen")
     daemon.wait(lambda: "reboot issued" in slurm.run("scontrol", "show", "node", "n1").stdout, "SLURM to have ordered it")
@@ -137,6 +143,26 @@ def test_the_guard_trips_at_its_limit_and_never_holds_up_a_release(slurm: Cluste
     daemon.release("n0")
     daemon.wait(lambda: not drained(slurm, "n0") and drained(slurm, "n2") != "", "a release, and the next to pass")
     assert "the guard holds nothing back any more" in daemon.log
+
+
+def test_a_release_waits_for_the_gate_of_its_node(slurm: Cluster, daemon: Daemon) -> None:
+    """Its prolog would refuse the first job, and SLURM drain the node for good."""
+    secret = node_tokens.make_secret(make_state_dir(state_dir()))
+    own = {"Authorization": f"Bearer {node_tokens.node_token(secret, 'n1')}"}
+    daemon.restart("--drains", "act")
+    daemon.report("n1")
+    daemon.quarantine("n1")
+    daemon.wait(lambda: bool(drained(slurm, "n1")), "n1 to be drained")
+    assert daemon.client.get("/api/v1/gate/snapshot", headers=own).status_code == 200
+    daemon.wait(lambda: daemon.metric('rsup_drain_actions_total{what="told"}') == 1, "its gate to be known to refuse it")
+    daemon.release("n1")
+    daemon.wait(lambda: gpu("n1", 0) not in daemon.snapshot()["devices"], "a snapshot without it")
+    daemon.restart()  # it is known after a restart, too
+    daemon.rounds()
+    assert drained(slurm, "n1") and "kept off still n1" in daemon.rsup("slurm", "status")
+    assert "once its gate knows" in daemon.rsup("nodes", "why", "n1")
+    assert daemon.client.get("/api/v1/gate/snapshot", headers=own).status_code == 200
+    daemon.wait(lambda: not drained(slurm, "n1"), "its release")
 
 
 def test_after_installation_drains_are_proposed_and_off_says_so(slurm: Cluster, daemon: Daemon) -> None:

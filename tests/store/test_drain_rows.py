@@ -141,3 +141,38 @@ def test_a_node_that_only_told_of_its_boards_or_that_slurm_knows_has_a_story(
     assert [(one["what"], one["text"]) for one in told["items"]][:2] == [
         ("slurm", "drained in SLURM: rsup:Q-3 GPU-bad quarantined"), ("slurm", "refused to jobs as Q-3: why"),
     ]  # fmt: skip
+
+
+def test_why_tells_whose_a_drain_is_what_the_guard_holds_and_what_a_release_waits_for(
+    open_store: Callable[..., SqlStore], sql_target: Path | str
+) -> None:
+    let_run = [
+        DrainNoted("n1", 7, "admitted", 1),
+        DrainNoted("n1", 8, "resumed", 0, "", "root"),
+        DrainNoted("n1", 9, "cleared"),
+    ]
+    records: list[Record] = [
+        SubjectSaved("device", "GPU-a", "quarantined", 5, "wrong results", 2, may_drain="second"),
+        SeatSaved("GPU-a", 3, "n1", "a", "", "", None, NOW - 5),
+        *let_run,
+        *(DrainNoted(name, 8, "drained", 0, "rsup:Q-3 x") for name in ("n2", "n3")),
+        DrainNoted("n2", 9, "yielded", 0, "rsup:Q-3 x; ann: RMA", "ann"),
+        DrainNoted("n3", 9, "told"),
+        SubjectSaved("node", "n2", "watch", 5, "2 refusals", 1),
+        SubjectSaved("node", "n3", "watch", 5, "2 refusals", 1),
+    ]
+    store = open_store(sql_target)
+    store.commit(records)
+    engine = reader_engine(sql_target)
+
+    def text(node: str) -> str:
+        with engine.connect() as connection:
+            story = why(connection, "node", node)
+        return why_text(WhyStory("node", story, story["newest_evidence"], {}))
+
+    assert "root let it run" in text("n1") and "guard" not in text("n1")
+    store.commit([TransitionSaved("device", "GPU-a", 3, 50, "clear", "quarantined", "why", "ann", "quarantine")])
+    assert "root let it run: it is left alone" not in text("n1") and "the guard holds it back" in text("n1")
+    assert "somebody else has made the drain theirs" in text("n2") and "as before" not in text("n2")
+    assert "once its gate knows that nothing counts against it" in text("n3")
+    engine.dispose()
