@@ -7,6 +7,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from rsup.worker.observe.contract import Point
 from rsup.worker.observe.step_reduction import StepReduction
@@ -99,6 +102,56 @@ def check_an_evaluation_divides_sums_of_all_ranks(rank: int, size: int) -> None:
 def check_energy_counts_the_ranks_that_can_measure_it(rank: int, size: int) -> None:
     (_,), extra = StepReduction().steps([{}], [()], (12.0, 1.0) if rank else (0.0, 0.0))
     assert extra == (24.0, 2.0)
+
+
+def check_bad_values_of_one_rank_keep_nobody_waiting(rank: int, size: int) -> None:
+    lines, warnings = list[str](), list[str]()
+    log, kept = made(rank, lines, warnings, log_interval=1, flops_per_step=lambda samples: None if rank == 1 else 1e9)
+    log.on_point.append(lambda point: 1 / (rank - 1))  # type: ignore[arg-type, func-returns-value]
+    for iteration in (1, 2):
+        bad: Any = torch.ones(3) if rank == 1 else float(rank)
+        losses: Any = {"lm loss": "x"} if rank == 1 else {"lm loss": (2.0, 1.0)}
+        log.step(StepNumbers(iteration, iteration, losses, bad, 1, grad_norm=bad))
+        log.evaluation(iteration, iteration, None if rank == 1 else losses)  # type: ignore[arg-type]
+    log.flush()
+    if rank == 0:
+        assert {key: kept.values[2, key] for key in ("lm loss", "grad-norm", "learning-rate", "lm loss validation")} == {
+            "lm loss": 2.0,
+            "grad-norm": 2.0,
+            "learning-rate": 2.0,
+            "lm loss validation": 2.0,
+        }
+    assert len(warnings) == (6 if rank == 1 else 0), warnings
+
+
+def check_dtensors_are_read_where_every_rank_has_the_number(rank: int, size: int) -> None:
+    """As FSDP2's gradient norm. One in parts would take a collective, which a step has none of."""
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)), mesh=mesh)
+    loss = model(torch.full((2, 6), rank + 1.0)).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    whole = norm.full_tensor().item()
+    alike = DTensor.from_local(torch.tensor([8.0, 4.0]), mesh, [Replicate()], run_check=False)
+    parts = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()], run_check=False)
+    lines, warnings = list[str](), list[str]()
+    log, kept = made(rank, lines, warnings, log_interval=2)
+    with (
+        mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError),
+        mock.patch.object(DTensor, "redistribute") as moved,
+    ):
+        for iteration in (1, 2):
+            losses = {"lm loss": loss, "alike": alike, "parts": parts}
+            log.step(StepNumbers(iteration, iteration, losses, 0.1, 1, grad_norm=norm, params_norm=parts))
+        assert not moved.called
+    log.flush()
+    if rank == 0:
+        assert math.isclose(kept.values[2, "grad-norm"], whole, rel_tol=1e-6) and kept.values[2, "alike"] == 2.0
+        assert "params-norm" not in {key for _, key in kept.values} and (2, "parts") not in kept.values
+    why = "is not logged: it is a DTensor in parts: hand in its full_tensor(), of all ranks"
+    assert warnings == [f"the params norm {why}", f"the loss 'parts' {why}"]
 
 
 def check_closing_waits_for_nobody(rank: int, size: int) -> None:

@@ -176,6 +176,18 @@ def test_a_predicate_chooses_modules_and_all_micro_batches_can_be_kept(plain: Ru
     ]
 
 
+def test_a_predicate_that_raises_is_one_warning_and_no_hook_stays(plain: Run, tmp_path: Path) -> None:
+    def fail(name: str, module: nn.Module) -> bool:
+        if name == "right":
+            raise ValueError("in vain")
+        return True
+
+    run = Run(DumpPlan(tmp_path, {"activations": 1, "params": 2}), num_iterations=4, is_watched=fail)
+    assert equal(run.parameters[4], plain.parameters[4]) and not hooks_of(run.model)
+    assert run.said == ["no activations or data gradients are dumped: is_watched failed: ValueError: in vain"]
+    assert len(run.written) == 2, "the parameters"
+
+
 def hooks_of(model: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)

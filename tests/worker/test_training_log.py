@@ -22,6 +22,8 @@ from rsup.worker.observe.progress_log import ProgressLog, first_start
 from rsup.worker.observe.step_reduction import StepReduction
 from rsup.worker.observe.timer_report import GatheredTimes
 from rsup.worker.observe.training_log import LogPoint, StepNumbers, TrainingLog, TrainingLogOptions
+from rsup.worker.observe.writers import WriterOptions, make_writers
+from rsup.worker.observe.writers.opentelemetry import OpenTelemetryWriter
 from rsup.worker.reference import run_log, trainer
 from rsup.worker.reference.command_line import parse_options
 from rsup.worker.reference.observed import Observed
@@ -37,7 +39,8 @@ class Kept:
 
     name = "kept"
 
-    def __init__(self) -> None:
+    def __init__(self, takes_each_point: bool = False) -> None:
+        self.takes_each_point = takes_each_point
         self.points: list[tuple[int, int, Point]] = []
         self.calls: list[str] = []
         self.stamps: dict[int, float | None] = {}
@@ -64,13 +67,12 @@ class Bench:
 
     def __init__(self, **options: Any) -> None:
         self.now_s, self.lines, self.warnings = 0.0, list[str](), list[str]()
-        self.writer, self.live, self.log_points = Kept(), Kept(), list[LogPoint]()
+        self.writer, self.live, self.log_points = Kept(), Kept(takes_each_point=True), list[LogPoint]()
         parts = {name: options.pop(name) for name in ("energy", "timers") if name in options}
         chosen: dict[str, Any] = {"train_iters": 100, "log_interval": 4} | options
         self.log = TrainingLog(
             TrainingLogOptions(**chosen),
-            writers=[self.writer],
-            live_writers=[self.live],
+            writers=[self.writer, self.live],
             say=self.lines.append,
             warn=self.warnings.append,
             **parts,
@@ -163,10 +165,12 @@ def test_steps_that_were_skipped_or_not_finite_are_counted() -> None:
 
 def test_a_loss_that_comes_and_goes_is_averaged_over_the_steps_that_had_it() -> None:
     bench = Bench()
-    for iteration, losses in enumerate(({"a": 1.0}, {"a": 3.0, "b": 5.0}, {"b": 7.0}, {}), start=1):
+    steps: Sequence[dict[str, float]] = ({"a": 1.0}, {"a": 3.0, "b": 5.0}, {"b": 7.0}, {})
+    for iteration, losses in enumerate((*steps, *steps), start=1):
         bench.step(iteration, losses=losses)
-    assert (bench.said("a")[-1], bench.said("b")[-1]) == ("2.000000E+00", "6.000000E+00")
-    assert bench.writer.series("a") == {1: 1.0, 2: 3.0} and bench.writer.series("b") == {2: 5.0, 3: 7.0}
+    assert bench.said("a")[1:] == ["2.000000E+00"] * 2 and bench.said("b")[1:] == ["6.000000E+00"] * 2
+    assert bench.writer.series("a") == {1: 1.0, 2: 3.0, 5: 1.0, 6: 3.0}
+    assert bench.writer.series("b") == {2: 5.0, 3: 7.0, 6: 5.0, 7: 7.0}
     missing = [f"no rank has the loss {name!r} in iteration {iteration}: " for name, iteration in (("a", 3), ("b", 4))]
     assert [text.partition("its mean")[0] for text in bench.warnings] == missing
 
@@ -280,6 +284,133 @@ def test_losses_may_be_tuples_numbers_or_none_and_what_is_neither_is_said_once()
         "the loss 'd' is not logged: it is a str, neither a number nor (sum, count)",
         "the loss 'e' is not logged: it is a tuple, neither a number nor (sum, count)",
     ]
+
+
+def test_what_is_no_number_is_one_warning_and_shifts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapped(torch.Tensor):
+        """Holds its numbers elsewhere, as those do that torch cannot read."""
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object, **__: object) -> Any:
+            raise RuntimeError("in vain")
+
+    wrapped = torch.Tensor._make_wrapper_subclass(Wrapped, ())  # type: ignore[attr-defined]
+    bench = Bench(log_interval=1)
+    for iteration in (1, 2):
+        shape = [2] if iteration == 1 else [3]
+        bad = {"complex": torch.tensor(1j), "meta": torch.ones((), device="meta"), "wrapped": wrapped, "large": 10**400}
+        losses = {**bad, "sparse": torch.ones(1).to_sparse(), "lm loss": torch.nn.Parameter(torch.tensor(4.0))}
+        figures = {"learning_rate": "x", "grad_norm": torch.ones(shape), "num_zeros": wrapped, "params_norm": 1j}
+        bench.step(iteration, losses=losses, loss_scale=2, max_attention_logit=torch.tensor(8.0), **figures)
+    bench.step(3, losses=cast(Any, None), learning_rate=torch.tensor(0.5))
+    assert bench.said("lm loss") == ["4.000000E+00"] * 2 + [""] and bench.said("loss scale") == ["2.0", "2.0", "1.0"]
+    assert bench.said("learning rate") == ["", "", "5.000000E-01"] and bench.said("grad norm") == [""] * 3
+    assert bench.writer.series("max_attention_logit") == {1: 8.0, 2: 8.0}
+    assert [text for text in bench.warnings if not text.startswith("no rank has")] == [
+        "the learning rate is not logged: it is a str, no number",
+        "the grad norm is not logged: it has the shape [2], not []",
+        "the num zeros is not logged: it is a Wrapped, no plain tensor",
+        "the params norm is not logged: it is a complex, no number",
+        "the loss 'complex' is not logged: it is a complex tensor",
+        "the loss 'meta' is not logged: it is a meta tensor",
+        "the loss 'wrapped' is not logged: it is a Wrapped, no plain tensor",
+        "the loss 'large' is not logged: int too large to convert to float",
+        "the loss 'sparse' is not logged: it is a torch.sparse_coo tensor",
+        "no loss is logged: what is given is a NoneType, not a mapping of names",
+    ]
+
+
+def test_a_subclass_that_is_memory_like_any_other_is_read() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    bench = Bench(log_interval=1)
+    bench.step(1, torch.tensor(3.0).as_subclass(Named), grad_norm=torch.tensor(2.0).as_subclass(Named))
+    assert bench.said("lm loss") == ["3.000000E+00"] and bench.said("grad norm") == ["2.000"] and bench.warnings == []
+
+
+def test_an_evaluation_takes_what_a_step_takes() -> None:
+    bench = Bench()
+    losses = {"a": 2.0, "b": None, "c": torch.tensor([6.0, 4.0]), "d": "high", "e": (torch.tensor(3.0), 2), "f": (1.0, 1j)}
+    for iteration in (1, 2):
+        bench.log.evaluation(iteration, 8, cast(Any, losses))
+    bench.log.evaluation(3, 8, cast(Any, None))
+    assert bench.live.series("a validation") == {1: 2.0, 2: 2.0} and bench.live.series("b validation") == {}
+    assert bench.live.series("c validation") == bench.live.series("e validation") == {1: 1.5, 2: 1.5}
+    assert bench.warnings == [
+        "the validation loss 'd' is not logged: it is a str, neither a number nor (sum, count)",
+        "the validation loss 'f' is not logged: it is a tuple, neither a number nor (sum, count)",
+        "no validation loss is logged: what is given is a NoneType, not a mapping of names",
+    ]
+
+
+@pytest.mark.parametrize("flops", [lambda samples: None, lambda samples: 1 / 0, "many"])
+def test_flops_that_are_none_end_the_throughput_and_not_the_training(flops: Any) -> None:
+    bench = Bench(flops_per_step=flops, log_throughput=True)
+    for iteration in range(1, 5):
+        bench.step(iteration, 1.0)
+    assert bench.said("throughput per GPU (TFLOP/s/GPU)") == ["", ""] and bench.live.series("throughput") == {}
+    (said,) = bench.warnings
+    assert said.startswith("throughput is not logged any more: flops_per_step failed: ")
+
+
+def test_a_function_of_a_point_that_raises_is_one_warning() -> None:
+    bench, called = Bench(log_interval=1), list[int]()
+
+    def fail(point: LogPoint) -> None:
+        called.append(point.iteration)
+        raise ValueError(f"in vain,\n{point.iteration} times")
+
+    bench.log.on_point.insert(0, fail)
+    for iteration in (1, 2):
+        bench.step(iteration, 1.0)
+    assert called == [point.iteration for point in bench.log_points] == [1, 2]
+    assert bench.warnings == ["a function of on_point failed: ValueError: in vain, 1 times"]
+
+
+def test_what_is_asked_for_in_vain_is_said() -> None:
+    assert Bench(log_energy=True, timer_option="nonsense", log_interval=-3, writer_interval=-2).warnings == [
+        "the log interval is -3: only the line after the first step is printed",
+        "the writers' interval is -2: no single step is written",
+        "energy cannot be logged: nobody measures it, see TrainingLog(energy=...)",
+        "the timers' option 'nonsense' is none of max, minmax, all: their own holds",
+    ]
+    timers = SimpleNamespace(log_option="max", gather=lambda *_: GatheredTimes({"forward": [1.0]}))
+    bench = Bench(timer_option="nonsense", timers=timers)
+    bench.step(1, 1.0)
+    assert bench.lines[-1].startswith("max time across ranks (ms):")
+
+
+def test_a_line_is_one_line_whatever_a_loss_is_called() -> None:
+    bench = Bench()
+    bench.step(1, losses={"lm\nloss": 2.0})
+    bench.log.evaluation(1, 8, {"lm\nloss": 2.0})
+    assert all("\n" not in line for line in bench.lines) and bench.said("lm loss") == ["2.000000E+00"]
+    assert bench.live.series("lm\nloss") == {1: 2.0}
+
+
+def test_the_writers_of_a_run_get_what_they_are_promised_though_nobody_sorts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor and OpenTelemetry each log point; the others what the intervals and flags say."""
+    heard: dict[str, dict[int, float]] = {}
+
+    def hear(iteration: int, values: dict[str, float], *_: object, **__: object) -> None:
+        for key, value in values.items():
+            heard.setdefault(key, {})[iteration] = value
+
+    monkeypatch.setattr(rsup.worker, "report_metrics", hear)
+    writers = make_writers(WriterOptions(), warn=pytest.fail, run_name="", config={}, resumed_at=0)
+    other = Kept()
+    options = TrainingLogOptions(100, log_interval=4, writer_interval=3, tokens_per_sample=16)
+    log = TrainingLog(options, writers=[*writers, other], say=lambda text: None, warn=pytest.fail)
+    for iteration in range(1, 9):
+        loss = NAN if iteration == 2 else 1.0
+        log.step(StepNumbers(iteration, iteration, {"lm loss": loss}, 0.1, 1, skipped=iteration == 3))
+    log.close()
+    assert heard["skipped-iterations"] == {4: 1.0, 8: 0.0} and heard["nan-iterations"] == {4: 1.0, 8: 0.0}
+    assert heard["iteration-time"].keys() == heard["tokens-per-second"].keys() == {4, 8}
+    assert heard["learning-rate"].keys() == {1, 3, 4, 6, 8}
+    assert {point.key for _, _, point in other.points} == {"learning-rate", "batch-size", "lm loss", "loss-scale"}
+    assert other.series("lm loss").keys() == {3, 6} and OpenTelemetryWriter.takes_each_point
 
 
 def test_a_writer_that_raises_is_given_up_and_the_training_goes_on() -> None:

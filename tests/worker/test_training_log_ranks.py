@@ -12,6 +12,6 @@ def test_three_ranks_log_together(runs) -> None:
     assert codes == [0] * 3, "\n".join(run.text(rank)[-3000:] for rank in range(3))
     names = [node.name for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, ast.FunctionDef)]
     expected = [f"holds: {name}" for name in names if name.startswith("check_")]
-    assert len(expected) == 4
+    assert len(expected) == 6
     for rank in range(3):
         assert [line for line in run.text(rank).splitlines() if line.startswith("holds: ")] == expected

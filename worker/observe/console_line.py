@@ -74,4 +74,5 @@ def _field(name: str, value: float | None, form: str) -> str:
     """`nan` and `inf` are written alike whatever the form: an E would make them upper case."""
     if value is None:
         return ""
+    name = " ".join(name.split())  # a loss has any name, and a line is one line
     return f"{name}: {value:{form}}" if math.isfinite(value) else f"{name}: {value}"

@@ -45,6 +45,12 @@ class Writer(Protocol):
         ...
 
 
+def takes_each_point(writer: Writer) -> bool:
+    """Whether it gets each log point, and all that is known there, whatever the intervals and flags of the others are: those
+    that watch a run say so by an attribute of that name."""
+    return bool(getattr(writer, "takes_each_point", False))
+
+
 @runtime_checkable
 class ClosesLater(Protocol):
     """A writer whose end takes time: all of them begin theirs before anybody waits for one (`closing.close_writers`)."""

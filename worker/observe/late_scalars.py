@@ -14,7 +14,7 @@ from rsup.worker.observe.current_stream import current_stream
 
 ROWS_OF_BLOCK = 256
 Value = torch.Tensor | float
-"""A number, or a tensor of one or more, on any device."""
+"""A number, or a tensor of one or more, on any device; what is read here is plain (see `plain_tensor`)."""
 
 
 class LateScalars:
@@ -49,7 +49,7 @@ class LateScalars:
             elif value.is_cuda:
                 row.append(next(places))
             else:
-                row.append(cast(list[float], value.detach().reshape(-1).tolist()))
+                row.append(read_now(value))
         self._rows.append(row)
 
     def take(self) -> list[list[float]]:
@@ -70,6 +70,16 @@ class LateScalars:
         if not blocks or blocks[-1].num_rows == ROWS_OF_BLOCK:
             blocks.append(_Block(*layout))
         return blocks[-1].put(tensors)
+
+
+def read_now(value: Value) -> list[float]:
+    """Its numbers. Waits for its device."""
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    num_dims = value.dim()
+    if num_dims == 0:
+        return [cast(float, value.tolist())]
+    return cast(list[float], (value if num_dims == 1 else value.reshape(-1)).tolist())
 
 
 _Layout = tuple[torch.device, torch.dtype, tuple[torch.Size, ...]]

@@ -9,6 +9,7 @@ import torch
 
 from rsup.worker.observe.late_scalars import Value
 from rsup.worker.observe.log_points import StepRecord
+from rsup.worker.observe.plain_tensor import plain
 from rsup.worker.observe.step_reduction import SumAndCount
 
 Loss = Value | tuple[Value, Value] | None
@@ -16,18 +17,33 @@ Loss = Value | tuple[Value, Value] | None
 
 
 def loss_values(loss: Loss) -> tuple[Sequence[Value], int]:
-    """What is to be read of a loss, and how many numbers that is; 0 for None. Raise `TypeError` for what is none."""
+    """What is to be read of a loss, and how many numbers that is; 0 for None. Raise for what is none."""
+    if type(loss) is float:
+        return (loss,), 1
     if isinstance(loss, torch.Tensor):
-        if loss.numel() in (1, 2):
-            return (loss,), loss.numel()
+        loss = plain(loss)
+        if (size := loss.numel()) in (1, 2):
+            return (loss,), size
         raise TypeError(f"it has the shape {list(loss.shape)}, not [] or [2], sum and count")
     if loss is None:
         return (), 0
     if isinstance(loss, tuple | list) and len(loss) == 2 and all(_is_number(part) for part in loss):
-        return loss, 2
+        return [number_of(part) for part in loss], 2
     if _is_number(loss):
-        return (float(loss),), 1  # type: ignore[arg-type]
+        return (number_of(loss),), 1
     raise TypeError(f"it is a {type(loss).__name__}, neither a number nor (sum, count)")
+
+
+def number_of(value: object) -> Value:
+    """What is to be read of a figure. Raise for what is not one number."""
+    if isinstance(value, torch.Tensor):
+        tensor = plain(value)
+        if tensor.numel() == 1:
+            return tensor
+        raise TypeError(f"it has the shape {list(tensor.shape)}, not []")
+    if not _is_number(value):
+        raise TypeError(f"it is a {type(value).__name__}, no number")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:
@@ -40,15 +56,16 @@ class StepNumbers:
 
     `losses`: of this rank; `[]`, the mean, which counts as one; or `[2]`, or a tuple, sum and count (of tokens, say), which are
     added up over ranks before they are divided; None, or not there, where this rank has none. Tensors are on any device, and
-    read as they are in the step's call, on the current stream. `learning_rate`, `grad_norm`, `params_norm`, `num_zeros`,
-    `max_attention_logit` (the greatest product of a query and a key, before the softmax): the greatest of all ranks counts,
-    None: this rank has none. `skipped`: parameters were not updated; `computed`: anything was computed at all.
+    read as they are in the step's call, on the current stream; of a DTensor what each rank has alike. `learning_rate`,
+    `grad_norm`, `params_norm`, `num_zeros`, `max_attention_logit` (the greatest product of a query and a key, before the
+    softmax): the greatest of all ranks counts, None: this rank has none. `skipped`: parameters were not updated; `computed`:
+    anything was computed at all.
     """
 
     iteration: int
     consumed_samples: int
     losses: Mapping[str, Loss]
-    learning_rate: float | None
+    learning_rate: Value | None
     global_batch_size: int
     skipped: bool = False
     loss_scale: Value | None = None
@@ -61,9 +78,14 @@ class StepNumbers:
     max_attention_logit: Value | None = None
 
 
+FIGURES = ("learning rate", "loss scale", "grad norm", "num zeros", "params norm", "max attention logit")
+"""For people, in the order of `StepFigures`."""
+
+
 class StepFigures(NamedTuple):
     """What the device gave of one step, of this rank."""
 
+    learning_rate: float | None
     loss_scale: float | None
     grad_norm: float | None
     num_zeros: float | None
@@ -73,7 +95,7 @@ class StepFigures(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """A step whose numbers are on their way. `has`: which of the figures it has. `losses`: names, and how many numbers each.
+    """A step whose numbers are on their way. `has`: which of `FIGURES` it has. `losses`: names, and how many numbers each.
     `at_s`: when it was handed in, in seconds since the epoch."""
 
     numbers: StepNumbers
@@ -85,9 +107,10 @@ class PendingStep(NamedTuple):
     def read(self, row: Sequence[float]) -> StepFigures:
         """What the copied numbers say, in the order in which they were handed to `LateScalars`."""
         values = iter(row)
-        loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit = [next(values) if has else None for has in self.has]
+        figures = [next(values) if has else None for has in self.has]
         losses = {name: (next(values), next(values) if size == 2 else 1.0) for name, size in self.losses}
-        return StepFigures(loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit, losses)
+        learning_rate, loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit = figures
+        return StepFigures(learning_rate, loss_scale, grad_norm, num_zeros, params_norm, max_attention_logit, losses)
 
     def record(self, figures: StepFigures, losses: Mapping[str, float], maxima: Sequence[float | None]) -> StepRecord:
         """The step over all ranks. `losses`: means; `maxima`: learning rate, gradient norm, zeros, norm of the parameters,

@@ -29,6 +29,7 @@ from rsup.worker.observe.contract import Warn
 from rsup.worker.observe.dump_files import append_lines, free_disk_bytes, memory_for_dumps_bytes, write_dump
 from rsup.worker.observe.dump_hooks import Collected, IsWatched, ModuleHooks, is_linear
 from rsup.worker.observe.dump_plan import ACTIVATIONS, DGRADS, LABELS, PARAMS, TOKENS_PER_EXPERT, WGRADS, DumpPlan, size_text
+from rsup.worker.observe.error_text import one_line
 from rsup.worker.observe.tokens_per_expert import ExpertPlace, TokenCounts, lines_until, place_of
 
 _NOT_THERE = {WGRADS: "its gradients were not used", PARAMS: "its parameters were not updated"}
@@ -170,10 +171,15 @@ class TensorDumps:
     # ------------------------------------------------------------------------------------------------------- collecting
 
     def _watch(self) -> None:
-        if self._due & {ACTIVATIONS, DGRADS} and not self._hooks.watch(
-            self._due - self._collected.refused.keys(), self._collected
-        ):
-            self._warn("no activations or data gradients are dumped: no module of the model is chosen")
+        if self._due & {ACTIVATIONS, DGRADS}:
+            try:
+                num_modules = self._hooks.watch(self._due - self._collected.refused.keys(), self._collected)
+                problem = "" if num_modules else "no module of the model is chosen"
+            except Exception as error:  # of the caller's own function
+                self._hooks.release()
+                problem = f"is_watched failed: {type(error).__name__}: {one_line(error)}"
+            if problem:
+                self._warn(f"no activations or data gradients are dumped: {problem}")
         if TOKENS_PER_EXPERT in self._due:
             modules = {name: module for chunk in self._chunks.values() for name, module in chunk.named_modules()}
             self._tokens.watch(modules)

@@ -32,14 +32,16 @@ import torch.distributed as dist
 
 from rsup.worker.observe.closing import close_writers, each_in_turn
 from rsup.worker.observe.console_line import LineNumbers, evaluation_line, log_line, perplexity
-from rsup.worker.observe.contract import CLOSE_WITHIN_S, Point, Warn, Writer
+from rsup.worker.observe.contract import CLOSE_WITHIN_S, Point, Warn, Writer, takes_each_point
+from rsup.worker.observe.error_text import one_line
 from rsup.worker.observe.interval_counters import Interval, IntervalCounters
-from rsup.worker.observe.late_scalars import LateScalars, Value
+from rsup.worker.observe.late_scalars import LateScalars, Value, read_now
 from rsup.worker.observe.log_points import StepRecord, interval_points, memory_points, step_points, validation_points
-from rsup.worker.observe.step_numbers import PendingStep, loss_values
+from rsup.worker.observe.step_numbers import FIGURES, Loss, PendingStep, loss_values, number_of
 from rsup.worker.observe.step_numbers import StepNumbers as StepNumbers
 from rsup.worker.observe.step_reduction import StepReduction, SumAndCount
 from rsup.worker.observe.timer_contract import NO_TIMERS, TimersLike
+from rsup.worker.observe.timer_report import OPTIONS
 
 FLUSH_AFTER_STEPS = 1024
 """Steps whose numbers wait at most: with a long log interval they are reduced and written in between."""
@@ -100,9 +102,10 @@ class LogPoint(NamedTuple):
 class TrainingLog:
     """The log of one rank; all calls on the training thread, in the same order on every rank of `group` (None: all ranks).
 
-    `writers`, `say`: only on the rank that writes. `live_writers`: those that get each log point whatever the intervals of the
-    others are (the supervisor, telemetry). `timers`, `energy`: see there. `timer_names`: those of the parts of a step; None:
-    all. `pausable`: leave out what the log leaves out (a straggler detector). `on_point`: called on every rank after each line.
+    `writers`, `say`: only on the rank that writes; writers that say `takes_each_point` (the supervisor's, telemetry's) get each
+    log point whatever the intervals are. `timers`, `energy`: see there. `timer_names`: those of the parts of a step; None: all.
+    `pausable`: leave out what the log leaves out (a straggler detector). `on_point`: called on every rank after each line; what
+    one raises is a warning, once.
     """
 
     def __init__(
@@ -111,7 +114,6 @@ class TrainingLog:
         *,
         group: dist.ProcessGroup | None = None,
         writers: Sequence[Writer] = (),
-        live_writers: Sequence[Writer] = (),
         say: Callable[[str], None] = print,
         warn: Warn = print,
         timers: TimersLike = NO_TIMERS,
@@ -124,8 +126,9 @@ class TrainingLog:
         self._say = say
         self._warn_people = warn
         self._warned: set[str] = set()
-        self._writers = list(writers)
-        self._live_writers = list(live_writers)
+        self._writers = [writer for writer in writers if not takes_each_point(writer)]
+        self._live_writers = [writer for writer in writers if takes_each_point(writer)]
+        self._flops_per_step = options.flops_per_step
         self._timers = timers
         self._timer_names = timer_names
         self._energy = energy if options.log_energy else None
@@ -140,16 +143,21 @@ class TrainingLog:
         self._given_up: list[Writer] = []
         self._known_losses: set[str] = set()
         """Of the last step that updated."""
+        self._missed_losses: set[str] = set()
         self._is_closed = False
         self._check()
 
     def _check(self) -> None:
         if self.options.log_interval <= 0:
-            self._warn("the log interval is 0: only the line after the first step is printed")
+            self._warn(f"the log interval is {self.options.log_interval}: only the line after the first step is printed")
         if self.options.writer_interval <= 0 and (self._writers or self._live_writers):
-            self._warn("the writers' interval is 0: no single step is written")
+            self._warn(f"the writers' interval is {self.options.writer_interval}: no single step is written")
         if self.options.log_throughput and self.options.flops_per_step is None:
             self._warn("throughput cannot be logged: nobody says how many floating-point operations a step has")
+        if self.options.log_energy and self._energy is None:
+            self._warn("energy cannot be logged: nobody measures it, see TrainingLog(energy=...)")
+        if self.options.timer_option not in (None, *OPTIONS):
+            self._warn(f"the timers' option {self.options.timer_option!r} is none of {', '.join(OPTIONS)}: their own holds")
         if self.options.log_memory and not torch.cuda.is_available():
             self._warn("memory is not written: there is no CUDA allocator here that could be asked")
 
@@ -186,31 +194,57 @@ class TrainingLog:
         return interval > 0 and iteration % interval == 0
 
     def _flops(self, global_batch_size: int) -> float:
-        flops = self.options.flops_per_step
+        flops = self._flops_per_step
         if flops is None or not global_batch_size:
             return 0.0
-        return flops(global_batch_size) if callable(flops) else flops
+        try:
+            return float(flops(global_batch_size) if callable(flops) else flops)
+        except Exception as error:  # of a caller's own function
+            self._flops_per_step = None
+            self._warn(f"throughput is not logged any more: flops_per_step failed: {type(error).__name__}: {one_line(error)}")
+            return 0.0
 
     def _remember(self, numbers: StepNumbers) -> None:
-        norms = (numbers.loss_scale, numbers.grad_norm, numbers.num_zeros, numbers.params_norm)
-        figures = (*norms, numbers.max_attention_logit)
-        values: list[Value] = [figure for figure in figures if figure is not None]
+        norms = (numbers.grad_norm, numbers.num_zeros, numbers.params_norm, numbers.max_attention_logit)
+        given = (numbers.learning_rate, numbers.loss_scale, *norms)
+        figures = [one if one is None or type(one) is float else self._figure(at, one) for at, one in enumerate(given)]
+        values = [figure for figure in figures if figure is not None]
         losses: list[tuple[str, int]] = []
-        for name, loss in numbers.losses.items():
-            try:
-                parts, size = loss_values(loss)
-            except TypeError as error:
-                self._warn(f"the loss {str(name)!r} is not logged: {error}")
-                continue
-            if size:
-                values.extend(parts)
-                losses.append((str(name), size))
+        for name, parts, size in self._losses_of(numbers.losses):
+            values.extend(parts)
+            losses.append((name, size))
         self._late.put(values)
         memory: Mapping[str, float] = {}
         if self.options.log_memory and self._is_written(numbers.iteration):
             memory = memory_points()
-        has = tuple(figure is not None for figure in figures)
+        has = tuple([figure is not None for figure in figures])
         self._pending.append(PendingStep(numbers, has, tuple(losses), time.time(), memory))
+
+    def _figure(self, at: int, value: Value) -> Value | None:
+        """None for what is no number, which is said once: one rank's bad value must leave it in step with the others."""
+        try:
+            return number_of(value)
+        except Exception as error:  # of any object's conversion
+            self._warn(f"the {FIGURES[at]} is not logged: {one_line(error)}", about=FIGURES[at])
+            return None
+
+    def _losses_of(self, losses: Mapping[str, Loss], what: str = "loss") -> list[tuple[str, Sequence[Value], int]]:
+        """Names, what is to be read, and how many numbers that is. See `_figure`."""
+        found: list[tuple[str, Sequence[Value], int]] = []
+        try:
+            pairs = losses.items()
+        except AttributeError:
+            self._warn(f"no {what} is logged: what is given is a {type(losses).__name__}, not a mapping of names")
+            return found
+        for name, loss in pairs:
+            try:
+                parts, size = loss_values(loss)
+            except Exception as error:  # see _figure
+                self._warn(f"the {what} {str(name)!r} is not logged: {one_line(error)}", about=f"{what} {name}")
+                continue
+            if size:
+                found.append((str(name), parts, size))
+        return found
 
     def _is_written(self, iteration: int) -> bool:
         interval = self.options.writer_interval
@@ -227,7 +261,7 @@ class TrainingLog:
         interval = self._counters.report(clears)  # behind the collective: it includes the wait for the slowest rank
         last = records[-1]
         world_size = self._reduction.world_size
-        tflops = None if options.flops_per_step is None else interval.tflops_per_rank(world_size)
+        tflops = None if self._flops_per_step is None else interval.tflops_per_rank(world_size)
         step_j = energy[0] / energy[1] / max(1, interval.num_steps) if energy[1] else None
         power_w = step_j / interval.step_s if step_j is not None and interval.step_s > 0 else None
         line = LineNumbers(
@@ -253,15 +287,18 @@ class TrainingLog:
         self._log_timers(last, interval, clears)
         point = LogPoint(last.iteration, last.consumed_samples, interval, clears, tflops)
         for callback in self.on_point:
-            callback(point)
+            try:
+                callback(point)
+            except Exception as error:  # it is called again: it may well meet other ranks
+                text = f"{type(error).__name__}: {one_line(error)}"
+                self._warn(f"a function of on_point failed: {text}", about=f"on_point {id(callback)}")
 
     def _reduced(self, extra: SumAndCount = (0.0, 0.0), of_all_ranks: bool = True) -> tuple[list[StepRecord], SumAndCount]:
         """All steps that were not reduced yet, over all ranks. Collective; waits for the newest step. Else of this rank."""
         pending, self._pending = self._pending, []
         own = [step.read(row) for step, row in zip(pending, self._late.take(), strict=True)]
         maxima: list[Sequence[float | None]] = [
-            (step.numbers.learning_rate, of.grad_norm, of.num_zeros, of.params_norm, of.max_attention_logit)
-            for step, of in zip(pending, own, strict=True)
+            (of.learning_rate, of.grad_norm, of.num_zeros, of.params_norm, of.max_attention_logit) for of in own
         ]
         losses = [figures.losses for figures in own]
         if of_all_ranks:
@@ -286,7 +323,8 @@ class TrainingLog:
 
     def _miss(self, iteration: int, losses: Mapping[str, float]) -> None:
         """Say of each loss once where it first was missing."""
-        for name in sorted(self._known_losses - losses.keys()):
+        for name in sorted(self._known_losses - losses.keys() - self._missed_losses):
+            self._missed_losses.add(name)
             self._warn(f"no rank has the loss {name!r} in iteration {iteration}: its mean is over the steps that have it")
         self._known_losses = set(losses)
 
@@ -310,11 +348,12 @@ class TrainingLog:
 
     def _log_timers(self, last: StepRecord, interval: Interval, clears: bool) -> None:
         """Times of one step: also behind the first step, whose times go on adding up."""
+        option = self.options.timer_option
         gathered = self._timers.gather(self._timer_names, max(1, interval.num_steps), clears)
         if self.options.log_timers and clears:
             points = [Point(f"{name}-time", seconds, True) for name, seconds in gathered.maxima().items()]
             self._write([*self._writers, *self._live_writers], last.iteration, last.consumed_samples, points)
-        if text := gathered.text(self.options.timer_option or self._timers.log_option):
+        if text := gathered.text(self._timers.log_option if option not in OPTIONS else option):
             self._say(text)
 
     # ---------------------------------------------------------------------------------------------------------- writers
@@ -390,14 +429,15 @@ class TrainingLog:
             for one in self._pausable if self._counters.resume() else ():
                 one.resume()
 
-    def evaluation(
-        self, iteration: int, consumed_samples: int, losses: Mapping[str, tuple[Value, Value]], suffix: str = ""
-    ) -> None:
-        """An evaluation after `iteration`. `losses`: sum and count of this rank. `suffix`: `-held-out`, for one of several
-        sets. Collective; counts as no step's time."""
+    def evaluation(self, iteration: int, consumed_samples: int, losses: Mapping[str, Loss], suffix: str = "") -> None:
+        """An evaluation after `iteration`. `losses`: sum and count of this rank, or what else a step may have. `suffix`:
+        `-held-out`, for one of several sets. Collective; counts as no step's time."""
         with self.paused():
             self._write_pending()
-            own = {str(name): (float(total), float(count)) for name, (total, count) in losses.items()}
+            own: dict[str, SumAndCount] = {}
+            for name, parts, size in self._losses_of(losses, "validation loss"):
+                total, *count = [number for part in parts for number in read_now(part)]
+                own[name] = (total, count[0] if size == 2 else 1.0)
             (reduced,), _ = self._reduction.steps([own], [()])
             ppls = {name: perplexity(loss) for name, loss in reduced.losses.items()}
             self._say(evaluation_line(iteration, reduced.losses, ppls, suffix))
@@ -443,9 +483,10 @@ class TrainingLog:
             )
         self._write_steps(self._reduced(of_all_ranks=False)[0], False)
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+    def _warn(self, text: str, about: str = "") -> None:
+        """Once a text, or once `about` what differs in its text."""
+        if (key := about or text) not in self._warned:
+            self._warned.add(key)
             self._warn_people(text)
 
 

@@ -20,8 +20,6 @@ from rsup.worker.observe.memory_report import MemoryReport
 from rsup.worker.observe.progress_log import ProgressLog
 from rsup.worker.observe.reference_memory import theory_of_reference
 from rsup.worker.observe.training_log import LogPoint, StepNumbers, TrainingLog
-from rsup.worker.observe.writers.opentelemetry import OpenTelemetryWriter
-from rsup.worker.observe.writers.supervisor import SupervisorWriter
 from rsup.worker.reference.observed import Observed
 from rsup.worker.reference.options import Options
 from rsup.worker.reference.ranks import Ranks
@@ -81,12 +79,10 @@ class RunLog:
         end_to_end.facts = dataclasses.replace(end_to_end.facts, flops_before=flops_before)
         end_to_end.counters = self._count
         self._report = EndToEndReport(end_to_end, writers) if ranks.rank == 0 else None
-        live = [writer for writer in writers if isinstance(writer, SupervisorWriter | OpenTelemetryWriter)]
         self.training = TrainingLog(
             log_options(options),
             group=ranks.control,
-            writers=[writer for writer in writers if writer not in live],
-            live_writers=live,
+            writers=writers,
             say=say,
             warn=warn,
             timers=observed.timers,
@@ -94,7 +90,9 @@ class RunLog:
             energy=energy,
             pausable=[observed.straggler],
         )
-        self.training.on_point.append(self._log_point)
+        self._points: list[LogPoint] = []
+        """To be followed by what this log says besides: not in `on_point`, for a rank that fails in it must end."""
+        self.training.on_point.append(self._points.append)
         self._memory = MemoryReport(
             ranks.device,
             ranks.rank,
@@ -145,6 +143,8 @@ class RunLog:
                 computed=done.loss is not None,
             )
         )
+        while self._points:
+            self._log_point(self._points.pop(0))
         self._memory.at_step(done.iteration)
 
     def _log_point(self, point: LogPoint) -> None:

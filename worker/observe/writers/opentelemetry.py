@@ -50,6 +50,7 @@ class OpenTelemetryWriter:
     """
 
     name = "OpenTelemetry"
+    takes_each_point = True
 
     def __init__(self, warn: Warn, run_name: str, losses: Sequence[str] = (), endpoint: str = "", provider: Any = None) -> None:
         """Raises `ImportError` where the packages are missing, and `ValueError` for an endpoint that is none."""

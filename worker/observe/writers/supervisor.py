@@ -23,6 +23,7 @@ class SupervisorWriter:
     """A `Writer`. Outside `rsup launch` it does nothing; the session sends, at its own pace."""
 
     name = "the supervisor"
+    takes_each_point = True
 
     def __init__(self, warn: Warn | None = None) -> None:
         """`warn`: says what is left out; None: a warning of Python's."""
