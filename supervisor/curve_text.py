@@ -15,6 +15,8 @@ GAP = "·"
 """Where a value was not finite."""
 NOTHING = " "
 """Where nobody told anything."""
+FLAT = 1e-9
+"""What differs by less of its size is the same: means of equal values differ in their last digits."""
 CURVE_COLUMNS = 40
 BAR_COLUMNS = 60
 SHARES = {
@@ -44,7 +46,7 @@ def curve_lines(curves: Sequence[Json], paint: Paint = PLAIN) -> list[str]:
     for name, (one, points) in zip(names, shown, strict=True):
         last, span = newest_of(one), span_of(points)
         newest = paint("not finite", "yellow") if last is None else paint(f"{last:.4g}", "bold")
-        told = "" if span is None or span[0] == span[1] else f", {span[0]:.4g} to {span[1]:.4g}"
+        told = "" if span is None or _is_flat(*span) else f", {span[0]:.4g} to {span[1]:.4g}"
         first, end = points[0].first, points[-1].iteration
         where = f" in iterations {first} to {end}" if first < end else f" in iteration {end}"
         odd = one.get("num_non_finite") and first < end
@@ -67,9 +69,13 @@ def sparkline(
     parts = [_part(points, holes, first + i * width, first + (i + 1) * width) for i in range(columns if points else 0)]
     values = [part for part in parts if isinstance(part, float)]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    height = (high - low) or 1.0
-    drawn = (part if isinstance(part, str) else min(7, int((part - low) / height * 8)) if high > low else 3 for part in parts)
+    height = 0.0 if _is_flat(low, high) else high - low
+    drawn = (part if isinstance(part, str) else min(7, int((part - low) / height * 8)) if height else 3 for part in parts)
     return "".join(one if isinstance(one, str) else BLOCKS[one] for one in drawn)
+
+
+def _is_flat(low: float, high: float) -> bool:
+    return high - low <= FLAT * max(abs(low), abs(high))
 
 
 def _part(points: Sequence[CurvePoint], holes: Sequence[Sequence[int]], begin: float, end: float) -> float | str:

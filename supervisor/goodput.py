@@ -12,12 +12,15 @@ done again, after an in-process restart or in a later attempt: they are `lost`, 
 `productive`, evaluations among it: no record tells when these were. An in-process restart that was given up is no part of its
 own: the restart that followed took the time.
 
+First steps are known from when they were *seen*, which the beats of ranks let be late: where the training tells how long an
+iteration takes, its iterations count with at least that, at the cost of the start-up before them.
+
 Of a script that never reports iterations nobody knows what it kept: its ranks' time is `uncounted` and its goodput null, not
 zero. What the last attempt has done counts as kept: whether it will be is not known yet.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PARTS = (
@@ -34,6 +37,10 @@ PARTS = (
     "uncounted",
 )
 """Names of the parts, as in JSON and metrics. What each is: `docs/goodput.md`."""
+MOST_LATE_US = 2_000_000
+"""A first step is seen at most so long after it: ranks beat once a second."""
+LEAST_STEPPING_US = 10_000_000
+"""Of less nobody can tell from the records how long an iteration takes: they miss up to `MOST_LATE_US`, not its iterations."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class AttemptTimes:
     def steps(self) -> bool:
         """Whether it got anywhere. Scripts that do not count have a first step too: the moment their ranks ran."""
         return self.first_step_us is not None and self.last_iteration > 0
+
+    @property
+    def num_computed(self) -> int:
+        """Iterations that it did, those that it did again among them."""
+        return max(0, self.last_iteration - self.start_iteration) + sum(one.lost_iterations or 0 for one in self.cured())
 
     def cured(self) -> list[Trouble]:
         """What in-process restarts have cured, or are about to."""
@@ -125,8 +137,8 @@ def time_parts(
         found = _cut_attempt(cut, attempt, later, is_first=number == 0, counts=counts, is_live=ended_us is None)
         pace = _Pace(pace.moving_us + found.moving_us, pace.num_computed + found.num_computed)
     cut.until(None, "waiting" if ended_us is None else "ending")
-    iteration_s = pace.moving_us / pace.num_computed / 1e6 if pace.num_computed else None
-    return cut.parts, iteration_s
+    is_known = pace.num_computed and pace.moving_us >= LEAST_STEPPING_US
+    return cut.parts, pace.moving_us / pace.num_computed / 1e6 if is_known else None
 
 
 def goodput(
@@ -141,6 +153,9 @@ def goodput(
 
     `told_iteration_s`: how long an iteration took as the training measured it, which alone knows its evaluations.
     """
+    if told_iteration_s:
+        end_us = now_us if ended_us is None else ended_us
+        attempts = [_begun_earlier(one, end_us, told_iteration_s) for one in attempts]
     parts_us, counted_s = time_parts(created_us, ended_us, attempts, now_us)
     wall_us = sum(parts_us.values())
     parts: dict[str, float | None] = {name: us / 1e6 for name, us in parts_us.items()}
@@ -160,6 +175,19 @@ def goodput(
         "iteration_s": told_iteration_s or counted_s,
         "parts": parts,
     }
+
+
+def _begun_earlier(attempt: AttemptTimes, end_us: int, iteration_s: float) -> AttemptTimes:
+    """With its first step as early as its iterations need, of what can have been overlooked."""
+    if attempt.first_step_us is None and attempt.stopped_us is None:
+        return attempt
+    fatal = attempt.fatal()
+    until_us = min(end_us if one is None else one for one in (attempt.stopped_us, None if fatal is None else fatal.at_us))
+    seen_us = until_us if attempt.first_step_us is None else attempt.first_step_us
+    late_us = min(MOST_LATE_US, round(attempt.num_computed * iteration_s * 1e6) - max(0, until_us - seen_us))
+    if late_us <= 0:
+        return attempt
+    return replace(attempt, first_step_us=max(attempt.started_us, seen_us - late_us))
 
 
 def _stepping_us(attempt: AttemptTimes, end_us: int) -> int:
@@ -203,7 +231,7 @@ def _cut_stepping(cut: _Cut, attempt: AttemptTimes, later: Sequence[AttemptTimes
     stall_us = min(attempt.stall_us or 0, moving_us)
     moving_us -= stall_us
     again = sum(one.lost_iterations or 0 for one in attempt.cured())
-    num_computed = max(0, attempt.last_iteration - attempt.start_iteration) + again
+    num_computed = attempt.num_computed
     if later:
         kept_to = max(attempt.start_iteration, min(one.start_iteration for one in later))
         again += max(0, attempt.last_iteration - kept_to)

@@ -120,6 +120,9 @@ def recovery_of(one: Json, job: Json, soft: bool) -> str:
         return "nothing was killed"
     if one["kind"] == "in-process" and one["attempt"] < job["attempt"]:
         return "none: the attempt ended"
+    after = one["attempt"] + 1
+    if after < job["attempt"] or (after == job["attempt"] and job.get("outcome") == "succeeded"):
+        return f"unknown: attempt {after} ended before every rank was seen stepping"
     return "none: the job ended" if job["ended"] else "not yet"
 
 

@@ -89,7 +89,10 @@ def lanes_of(status: Json, events: Sequence[Json] = ()) -> list[Lane]:
     hangs = [one for one in status["incidents"] if one["kind"] == "suspected-hang"]
     troubles = [one for one in status["incidents"] if one["kind"] != "suspected-hang"]
     lanes = [
-        Lane("attempts", [piece for one in status["attempts"] for piece in _attempt(one, clock, status)]),
+        Lane(
+            "attempts",
+            [*_waiting(clock, status), *(piece for one in status["attempts"] for piece in _attempt(one, clock, status))],
+        ),
         Lane("in-process", entries),
         Lane("incidents", [_incident(one, clock) for one in troubles]),
         Lane("suspected", [_incident(one, clock) for one in hangs]),
@@ -116,6 +119,22 @@ class _Clock:
         return self.span_s if found is None else found
 
 
+def _waiting(clock: _Clock, status: Json) -> list[Piece]:
+    """The stretches without an attempt, as `goodput` cuts them; before the first one shown nobody knows."""
+    attempts, pieces = status["attempts"], list[Piece]()
+    least_s = clock.span_s / WIDTH
+    since = 0.0 if not attempts or attempts[0]["attempt"] == 1 else None
+    for one in attempts:
+        began = clock(one["started"]) or 0.0
+        if since is not None and began - since > least_s:
+            pieces.append(Piece(since, began, "part-waiting", f"waiting for nodes before attempt {one['attempt']}"))
+        since = clock.end_of(one["stopped"])
+    if since is not None and clock.span_s - since > least_s:
+        style, what = ("part-ending", "ending") if status["job"]["ended"] else ("part-waiting", "waiting for nodes")
+        pieces.append(Piece(since, clock.span_s, style, what))
+    return pieces
+
+
 def _attempt(one: Json, clock: _Clock, status: Json) -> list[Piece]:
     """The parts of an attempt's time, as `goodput` cuts it; saves, reruns and in-process restarts are not cut out of it."""
     began, ended = clock(one["started"]) or 0.0, clock.end_of(one["stopped"])
@@ -129,7 +148,10 @@ def _attempt(one: Json, clock: _Clock, status: Json) -> list[Piece]:
     failed = None if fatal is None else clock(fatal["at"])
     until = ended if failed is None else min(ended, failed)
     if stepped is None:
-        never = f"{head} starts, and never steps: {one['outcome']} {one['reason']}"
+        did = "never steps"
+        if one["last_iteration"] > one["start_iteration"]:
+            did = f"ends before it was seen stepping, at iteration {one['last_iteration']}"
+        never = f"{head} starts, and {did}: {one['outcome']} {one['reason']}"
         pieces = [Piece(began, until, starting, never, label)]
     else:
         reached = f", iterations {one['start_iteration'] + 1} to {one['last_iteration']}" if one["last_iteration"] else ""

@@ -167,6 +167,7 @@ class Session:
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._has_said_lost = False
+        self._has_said_odd_metrics = False
         self._stored_cases: dict[str, str] = {}
         self._case_stored = threading.Event()
         self._sections: dict[str, SectionLike] = {}
@@ -207,7 +208,10 @@ class Session:
 
     def beat(self, iteration: int) -> None:
         """The training thread reached `iteration` (1-based, global)."""
-        self._slot.set(board_layout.ITERATION, iteration)
+        try:
+            self._slot.set(board_layout.ITERATION, iteration)
+        except (TypeError, ValueError):
+            warn_safely("set_iteration takes whole numbers from 0 on: what is none is left out", 3)
         self._slot.set(board_layout.MAIN_NS, board_layout.monotonic_ns())
 
     @property
@@ -266,7 +270,15 @@ class Session:
         warn: Callable[[str], None] | None = None,
     ) -> None:
         """Keep these numbers; the session's thread sends them within a second or so. No system call."""
-        self._metrics.take(iteration, values, consumed_samples, kind, at_s, warn)
+        try:
+            where, told, samples = int(iteration), dict(values), int(consumed_samples)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is a tensor's of several numbers
+            if not self._has_said_odd_metrics:
+                self._has_said_odd_metrics = True
+                text = f"metrics of iteration {iteration!r} are left out, and all further ones that are wrong: {error}"
+                warn_safely(text, 3) if warn is None else warn(text)
+            return
+        self._metrics.take(where, told, samples, kind, at_s, warn)
 
     def send(self, message: wire.RankToAgent) -> None:
         """Queue a message to the agent; the oldest is dropped when more than `MAX_QUEUED_MESSAGES` wait."""

@@ -148,6 +148,34 @@ def test_an_iteration_takes_what_the_training_measured_and_only_else_what_the_re
     assert told["parts"] == counted["parts"] and told["ratio"] == 1, "evaluations are no part of their own"
 
 
+def test_of_a_few_seconds_nobody_knows_how_long_an_iteration_took() -> None:
+    """They are counted from the first on, the time only from when that was seen."""
+    assert goodput(0, 9 * S, [attempt(1, 0, 1, 9, 0, 500)], 0)["iteration_s"] is None
+    assert goodput(0, 11 * S, [attempt(1, 0, 1, 11, 0, 500)], 0)["iteration_s"] == 0.02
+
+
+def test_a_short_attempt_stepped_as_long_as_the_training_says_that_its_iterations_take() -> None:
+    """Beats come once a second: 12 iterations of 0.1 s were over before any showed, of the first attempt one second was."""
+    attempts = [
+        attempt(1, 0, 5, 8, 0, 40, trouble(8)),
+        attempt(2, 8, None, 12, 20, 32, trouble(12)),
+        attempt(3, 12, 13, 23, 20, 120),
+    ]
+    told = goodput(0, 23 * S, attempts, 0, 0.1)
+    assert told["parts"]["startup"] == 4 and told["parts"]["restart"] == pytest.approx(4 - 1.2 + 1)
+    assert told["lost_s"] == pytest.approx(2 + 1.2) and told["productive_s"] == pytest.approx(2 + 10)
+    assert told["stepping_s"] == pytest.approx(4 + 1.2 + 10)
+    counted = goodput(0, 23 * S, attempts, 0)
+    assert counted["parts"]["restart"] == 5 and counted["lost_s"] == pytest.approx(1.5), "nobody told"
+
+
+def test_a_first_step_is_moved_no_further_than_it_can_have_been_overlooked() -> None:
+    slow_elsewhere = goodput(0, 100 * S, [attempt(1, 0, 20, 100, 0, 80)], 0, 1.2)
+    assert slow_elsewhere["parts"]["startup"] == 18
+    under_way = [attempt(1, 0, 1, 5, 0, 4), attempt(2, 5, None, None, 4, 5)]
+    assert goodput(0, None, under_way, 10 * S, 1.0)["parts"]["restart"] == 5, "of one that runs it shows within that time"
+
+
 def test_every_part_has_a_name_for_people() -> None:
     assert tuple(PART_NAMES) == PARTS
 

@@ -225,6 +225,9 @@ def test_drawing_by_hand() -> None:
 
     assert drawn(1.0, 2.0, 3.0) == "▁▅█" and drawn(2.0, 2.0) == "▄▄" and drawn() == ""
     assert drawn(None, 1.0, None) == "·▄·" and len(drawn(*map(float, range(1000)))) == 40
+    assert drawn(1e-4, 9.999999999999957e-05, 1e-4) == "▄▄▄", "means of equal values differ in their last digits"
+    flat = {"name": "lr", "points": [[1, 1, 1e-4, 1e-4, 1e-4], [2, 1, *[9.999999999999957e-05] * 3]]}
+    assert curve_lines([flat]) == ["lr  ▄▄  0.0001 in iterations 1 to 2"]
     fine = [[i, i, i, i, i, i, 0] for i in range(1, 501)]
     coarse = [[i + 949, i, i + 474.5, i, i + 949, i, 0] for i in range(501, 10001, 950)]
     assert sparkline(points_of(fine + coarse), columns=8) == "▁▂▃▄▅▆▇█", "a straight line, told finely at first"

@@ -49,3 +49,16 @@ def test_a_hang_is_told_by_how_long_it_stood_still_and_what_recovery_took_after_
     crash = {**hang, "kind": "signal", "found_by": "exit of the process", "detection_s": 0.0}
     assert found_by(crash) == "exit of the process, at once"
     assert recovery_of(crash, {"ended": None}, soft=False) == "5.6 s until every rank had stepped again"
+
+
+def test_an_incident_whose_recovery_nobody_saw_says_what_followed() -> None:
+    one = {"kind": "exit", "attempt": 1, "detection_s": 0.0, "recovery_s": None}
+
+    def told(attempt: int, outcome: str | None) -> str:
+        job = {"ended": outcome and "2026-01-01T00:00:00Z", "attempt": attempt, "outcome": outcome}
+        return recovery_of(one, job, soft=False)
+
+    unseen = "unknown: attempt 2 ended before every rank was seen stepping"
+    assert told(3, "succeeded") == told(3, "failed") == told(3, None) == told(2, "succeeded") == unseen
+    assert told(2, "failed") == told(1, "failed") == "none: the job ended"
+    assert told(1, None) == told(2, None) == "not yet"

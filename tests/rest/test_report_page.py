@@ -214,7 +214,15 @@ def test_a_colour_means_the_same_wherever_time_is_shown(
     page = page_of(capsys, "t1")
     keys = colours(page)
     assert {style: len(meanings) for style, meanings in keys.items()} == dict.fromkeys(keys, 1), keys
-    assert {"part-restart", "part-rerun", "part-evaluation", "part-load", "part-unsaved", "part-lost"} <= keys.keys()
+    assert {
+        "part-waiting",
+        "part-restart",
+        "part-rerun",
+        "part-evaluation",
+        "part-load",
+        "part-unsaved",
+        "part-lost",
+    } <= keys.keys()
     drawn = set(re.findall(r'<rect class="([\w-]+)"', page))
     assert drawn == set(keys), "each stretch has a key, and each key a stretch"
     for scheme in re.findall(r":root \{(.*?)\}", page, re.DOTALL):
@@ -232,7 +240,8 @@ def test_the_time_line_shows_a_restart_as_long_as_it_took(
     assert 'aria-label="attempts"' in lanes
     stretches = re.findall(r'<rect class="part-([\w-]+)" x="(\d+)" width="(\d+)"', lanes)
     assert [(style, round(int(x) * 60 / 2000, 1)) for style, x, _ in stretches] == [
-        *(("startup", 1.0), ("productive", 2.0), ("lost", 21.2), ("restart", 26.0), ("restart", 27.2), ("productive", 28.0))
+        *(("waiting", 0.0), ("waiting", 27.0)),
+        *(("startup", 1.0), ("productive", 2.0), ("lost", 21.2), ("restart", 26.0), ("restart", 27.2), ("productive", 28.0)),
     ]
     took_s = sum(int(width) for style, _, width in stretches if style == "restart") * 60 / 2000
     assert took_s == pytest.approx(1.8, abs=0.05)

@@ -186,6 +186,32 @@ def test_a_message_that_cannot_be_made_is_lost_and_the_rank_lives_on(agent: Fake
     link.close()
 
 
+def test_odd_arguments_are_a_warning_and_training_goes_on(agent: FakeAgent) -> None:
+    rank = agent.run(
+        "import warnings, rsup.worker as w\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    w.set_iteration(5)\n"
+        "    w.set_iteration(-1)\n"
+        "    w.set_iteration(None)\n"
+        "    w.report_metrics(1, [1])\n"
+        "    w.report_metrics(None, {'x': 1.0})\n"
+        "    w.report_metrics(float('nan'), {'x': 1.0})\n"
+        "    w.report_metrics(7, {'x': 1.0})\n"
+        "assert {one.filename for one in caught} == {'<string>'}, 'the script is where it says'\n"
+        "print(*[str(one.message) for one in caught], w._session.iteration, sep='\\n')\n"
+        "w._session.close()\n"
+    )
+    lines = finish(rank).decode().splitlines()
+    starts = ("rsup: set_iteration takes", "rsup: set_iteration takes", "rsup: metrics of iteration 1 are left out", "5")
+    assert len(lines) == len(starts) and all(map(str.startswith, lines, starts)), lines
+    link = agent.accept()
+    while not isinstance(message := receive(link), wire.RankMetrics):
+        pass
+    link.close()
+    assert [one.first for one in message.series["x"]] == [7]
+
+
 def test_a_stopped_agent_never_blocks_the_rank(agent: FakeAgent) -> None:
     rank = agent.run(
         "import rsup.worker as w\nfor i in range(20_000):\n    w.note('info', 'x' * 1000)\n    w.set_iteration(i)\n"

@@ -1,7 +1,7 @@
 """Of a tensor of any kind the plain one that holds its numbers on this rank, which the host does not wait for."""
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        return tensor.as_subclass(torch.Tensor)
+def _unwrapped(tensor: Any) -> torch.Tensor:
+    kind, usual = type(tensor), cast(Any, torch.Tensor)
+    if kind.__torch_dispatch__ is usual.__torch_dispatch__:
+        same: torch.Tensor = tensor.as_subclass(torch.Tensor)
+        return same
     if dist.is_available():
         if isinstance(tensor, importlib.import_module("torch.distributed.tensor").DTensor):
             return plain(_local(tensor))
