@@ -10,7 +10,7 @@ from rsup.supervisor.render import duration, moment, percent, plural
 from rsup.supervisor.report_axis import number, seconds_unit
 from rsup.supervisor.report_markup import block, details, facts, ranges, section, table, text, unknown, when
 from rsup.supervisor.report_text import found_by, lost_by, place_of, recovery_of, troubles
-from rsup.supervisor.status_text import end_of_rank, short_device, state_of
+from rsup.supervisor.status_text import end_of_rank, short_device, size_of, state_of
 from rsup.supervisor.training_text import at_risk_line, in_process_lines, work_lines
 
 Json = Mapping[str, Any]
@@ -32,7 +32,7 @@ def summary(status: Json) -> str:
         ("goodput", percent(goodput["ratio"]) if goodput["ratio"] is not None else "unknown"),
         ("ran for" if job["ended"] else "running for", duration(goodput["wall_s"])),
         ("iteration reached", f"{job['iteration']:,}" if job["iteration"] else "none reported"),
-        ("size", f"{plural(job['num_ranks'], 'rank')}, {plural(job['num_nodes'], 'node')}"),
+        ("size", size_of(job)),
         ("attempts", str(counts["attempts"])),
         ("in-process restarts", str(counts["in_process_restarts"])),
         ("incidents", str(counts["incidents"])),

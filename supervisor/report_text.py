@@ -6,7 +6,7 @@ from typing import Any
 from rsup.supervisor.case_text import accused_of, case_colour, verdict_of, what_followed
 from rsup.supervisor.exit_text import exit_lines
 from rsup.supervisor.render import PLAIN, Paint, clean, clean_block, duration, moment, percent, plural
-from rsup.supervisor.status_text import short_device, state_of
+from rsup.supervisor.status_text import short_device, size_of, state_of
 from rsup.supervisor.training_text import at_risk_line, in_process_lines, time_table
 
 Json = Mapping[str, Any]
@@ -65,9 +65,8 @@ def _how_it_went(status: Json, paint: Paint) -> str:
         lines.append(f"  {clean(job['command'])}")
     until = f"to {moment(job['ended'])}" if job["ended"] else "until now"
     lines.append(f"  {moment(job['created'])} {until}, {duration(status['goodput']['wall_s'])}")
-    size = f"{plural(job['num_ranks'], 'rank')} on {plural(job['num_nodes'], 'node')}"
     reached = f", iteration {job['iteration']} reached" if job["iteration"] else ""
-    lines.append(f"  {size}, {plural(status['counts']['attempts'], 'attempt')}{reached}")
+    lines.append(f"  {size_of(job)}, {plural(status['counts']['attempts'], 'attempt')}{reached}")
     return "\n".join(lines)
 
 

@@ -17,6 +17,12 @@ MAX_INCIDENTS = 10
 MAX_CASES = 5
 
 
+def size_of(job: Json) -> str:
+    """Its ranks and nodes, and those that wait for a loss."""
+    spares = f", {plural(job['num_spares'], 'spare node')}" if job.get("num_spares") else ""
+    return f"{plural(job['num_ranks'], 'rank')} on {plural(job['num_nodes'], 'node')}{spares}"
+
+
 def state_of(job: Json) -> str:
     """The state, or how it ended."""
     return str(job.get("outcome") or job["state"])
@@ -80,9 +86,8 @@ def _header(status: Json, paint: Paint) -> str:
     facts += [f"goodput {percent(goodput['ratio'])}"] if goodput["ratio"] is not None else []
     facts += [f"exit code {job['exit_code']}"] if job["exit_code"] is not None else []
     lines = ["  ".join([paint(f"job {clean(job['name'])}", "bold"), paint(state, colour), *facts])]
-    size = f"{plural(job['num_ranks'], 'rank')} on {plural(job['num_nodes'], 'node')}"
     until = f"to {moment(job['ended'])}" if job["ended"] else "until now"
-    lines.append(f"  owner {clean(job['owner'])}, attempt {job['attempt']}, {size}")
+    lines.append(f"  owner {clean(job['owner'])}, attempt {job['attempt']}, {size_of(job)}")
     lines.append(f"  from {moment(job['created'])} {until} ({duration(goodput['wall_s'])})")
     if job.get("waiting_for"):
         lines.append(f"  {paint('waits for:' if job['state'] != 'running' else 'note:', 'yellow')} {clean(job['waiting_for'])}")

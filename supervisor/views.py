@@ -17,7 +17,7 @@ from rsup.supervisor.goodput_views import goodputs, iteration_of
 from rsup.supervisor.job_selector import FoundJob
 from rsup.supervisor.metric_views import curves_of, latest_of
 from rsup.supervisor.records import GIVEN_UP
-from rsup.supervisor.states import JobState, Phase
+from rsup.supervisor.states import JobState, Phase, Role
 from rsup.supervisor.story_views import list_incidents, mark_cured
 from rsup.supervisor.straggler_views import straggler_fields
 from rsup.supervisor.tables import attempts, beats, cases, checkpoints, incidents, jobs, ranks, sections
@@ -130,6 +130,7 @@ def job_status(
     snapshot = seen or stored_beats(connection, job)
     rank_rows = job_ranks(connection, job, snapshot)
     state = machine_state(row["state"])
+    fields["num_spares"] = _num_spares(state)
     fields["waiting_for"] = waiting_for(state, row["updated_us"], now_us) if state is not None else ""
     current = [rank["iteration"] for rank in rank_rows if rank["beat_age_s"] is not None and rank["iteration"]]
     if current and fields["state"] == "running":
@@ -167,6 +168,13 @@ def job_status(
             "cases": _counts(connection, cases.c.job, [job.id]).get(job.id, 0),
         },
     }
+
+
+def _num_spares(state: JobState | None) -> int:
+    """Nodes that wait for another one's loss; none once the job has ended."""
+    if state is None or state.phase is Phase.ENDED:
+        return 0
+    return sum(agent.role is Role.SPARE for agent in state.agents.values())
 
 
 def _standbys(state: JobState | None) -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ function drawFacts({ job, goodput, work, counts }) {
     ["iteration", job.iteration || "–", ""],
     ["goodput", goodput.ratio === null ? "–" : `${(goodput.ratio * 100).toFixed(1)} %`, ""],
     ["attempt", job.attempt || "–", restarts(counts)],
-    ["ranks", job.num_ranks, `on ${plural(job.num_nodes, "node")}`],
+    ["ranks", job.num_ranks, `on ${plural(job.num_nodes, "node")}${job.num_spares ? `, ${plural(job.num_spares, "spare")}` : ""}`],
     [job.ended ? "ran for" : "running for", duration(goodput.wall_s), ""],
     atRisk(job, work),
     ["last checkpoint", saved ? saved.iteration : "–", saved ? clock(saved.at) : ""],
