@@ -139,6 +139,7 @@ def test_one_of_two_agents_is_killed_and_a_spare_takes_over(place: Place) -> Non
     wait_until(lambda: len(pids(place)) == 2, "both ranks")
     spare = place.launch(*options, "--job-id", "sp", script, "300")
     wait_until(lambda: "spare" in str(place.rsup("events", "sp", "--json")), "the spare")
+    assert ", 1 spare node" in place.rsup("status", "sp")
     agents[1].process.kill()
     wait_until(lambda: len(pids(place, attempt=1)) == 2, "both ranks of the second attempt")
     Path(place.folder, "finish").touch()
