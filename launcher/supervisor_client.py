@@ -406,10 +406,13 @@ class SupervisorClient:
         if len(self._candidates()) > 1:
             self._refusing.add(self.address)
             self._leave_s = self._clock()
-            self._notes.append(
-                f"the supervisor at {self.address} does not take our key, so it cannot take over: give all supervisors "
-                "the same --key-file"
+            why = "does not take our key" if self._key is not None else "asks for a key and we have none"
+            mend = (
+                "give all supervisors the same --key-file"
+                if self._key is not None
+                else ("name a copy of their key.pub in RSUP_KEY_FILE, and a token in RSUP_TOKEN_FILE where MUNGE is not")
             )
+            self._notes.append(f"the supervisor at {self.address} {why}, so it cannot take over: {mend}")
             return
         if self.supervisor is None:
             problem = "refuses our key" if self._key is not None else "asks for a key and we have none"

@@ -125,13 +125,13 @@ class Daemon:
     def _admission(self) -> Admission:
         """Who may speak for which agents. An embedded supervisor's users have no tokens: it serves one."""
         settings = self._settings
-        tokens = principals.TokenBook(())
+        tokens: principals.Tokens = principals.TokenBook(())
         if not settings.embedded:
             for note in check_operators(settings.operators):
                 _log.warning(note)
             principals.make_token(self._state)
             node_tokens.make_secret(self._state)
-            tokens = principals.read_tokens(self._state)
+            tokens = principals.WatchedTokens(self._state)
         peers = Peers(not settings.embedded, settings.operators)
         return Admission(Identities(tokens, peers, settings.munge_socket), shared=not settings.embedded)
 

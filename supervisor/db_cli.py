@@ -389,6 +389,8 @@ def _copy_all(options: argparse.Namespace, state: Path) -> Answer:
 
 def _merge(options: argparse.Namespace, state: Path) -> Answer:
     other = options.other
+    if not other:
+        raise UsageError("OTHER is empty: name a store")
     if "://" not in other:
         other = store_of(Path(other)) if Path(other).is_dir() else Path(other)
     target = _written_target(options, state)
@@ -407,7 +409,7 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
             store.close()
     finally:
         source.dispose()
-    text = f"{merged.jobs} jobs looked at, {merged.new_jobs} new, {merged.new_events} events new"
+    text = f"{plural(merged.jobs, 'job')} looked at, {merged.new_jobs} new, {merged.new_events} events new"
     if merged.renumbered:
         text += f"; {merged.renumbered} got another run number"
     if merged.still_live:

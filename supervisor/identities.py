@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rsup.supervisor import munge
 from rsup.supervisor.munge import MungeError
 from rsup.supervisor.peer_identity import Peers
-from rsup.supervisor.principals import Principal, Role, TokenBook, owner_name
+from rsup.supervisor.principals import Principal, Role, Tokens, owner_name
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Vouched:
 class Identities:
     """Thread-safe. `munge_socket`: of the `munged` to ask, empty for the usual place."""
 
-    tokens: TokenBook
+    tokens: Tokens
     peers: Peers
     munge_socket: str = ""
 

@@ -17,12 +17,23 @@ def split_addresses(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
+def check_address(address: str) -> str:
+    """That address. Raise `UsageError` for what is no `http://host:port`."""
+    try:
+        parts = urlsplit(address)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not fit, a port that is none
+        is_one = False
+    if not is_one or any(one.isspace() for one in address):
+        raise UsageError(f"{address!r} is no address of a supervisor; write http://host:port")
+    return address
+
+
 def leading(addresses: Sequence[str]) -> str:
     """The address of the one that leads; if none does, of the first that answers, else the first. Raise `UsageError` for what
     is no `http://host:port`."""
     for address in addresses:
-        if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
-            raise UsageError(f"{address!r} is no address of a supervisor; write http://host:port")
+        check_address(address)
     opener = build_opener(ProxyHandler({}))
     answering = []
     for address in addresses:

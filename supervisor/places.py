@@ -225,9 +225,15 @@ def split_endpoint(text: str, default_port: int | None = None) -> tuple[str, int
         host, port_text = text.strip(), ""
     if not port_text and default_port is not None:
         port_text = str(default_port)
-    if not host or not port_text.isdigit() or not 0 <= int(port_text) <= 65535:
+    if not _is_host(host) or not port_text.isdecimal() or not 0 <= int(port_text) <= 65535:
         raise UsageError(f"{text!r} is no host:port")
     return host.strip("[]"), int(port_text)
+
+
+def _is_host(text: str) -> bool:
+    """Brackets belong around a whole host, and to an IPv6 address."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return bool(inner) and not any(one in "[]" or one.isspace() for one in inner) and (inner == text or ":" in inner)
 
 
 def tcp_address(host: str, port: int) -> str:

@@ -9,19 +9,20 @@ embedded supervisor. `tokens.toml`, for a shared one, names others; it holds onl
     sha256 = "9f86d08..."        # printf %s "$TOKEN" | sha256sum
 
 Tokens are long random strings, so a plain SHA-256 is enough. A node's token is made of its name and the secret in the file
-`node-secret` (`node_tokens`). All these files are read at start: a
-supervisor can be restarted at any time without harm.
+`node-secret` (`node_tokens`). A supervisor reads these files at its start, and anew when they have changed (`WatchedTokens`).
 """
 
 import contextlib
 import getpass
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import stat
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -29,9 +30,12 @@ from pathlib import Path
 from rsup.supervisor import node_tokens
 from rsup.supervisor.places import PlaceError
 from rsup.supervisor.secret_file import write_once
-from rsup.supervisor.wire import UsageError
+from rsup.supervisor.wire import RsupError, UsageError
 
 MIN_TOKEN_CHARS = 16
+LOOK_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class Role(IntEnum):
@@ -87,6 +91,51 @@ class TokenBook:
             if hmac.compare_digest(known, digest):
                 found = principal
         return found
+
+
+class WatchedTokens:
+    """The token book of a state directory, read anew when its files have changed: a token that somebody takes out of
+    `tokens.toml` counts no more, without a restart. Files that are wrong then change nothing, which is logged."""
+
+    def __init__(self, state: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raise as `read_tokens`."""
+        self._state = state
+        self._clock = clock
+        self._seen = self._look()
+        self._looked_s = clock()
+        self._book = read_tokens(state)
+
+    def find(self, token: str) -> Principal | None:
+        """As `TokenBook.find`. From any thread."""
+        now_s = self._clock()
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._read_if_changed()
+        return self._book.find(token)
+
+    def _read_if_changed(self) -> None:
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._book = read_tokens(self._state)
+        except RsupError as error:
+            _log.error("%s; tokens stay as they were", error)
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [_version_of(self._state / name) for name in ("token", "tokens.toml", node_tokens.SECRET_NAME)]
+
+
+Tokens = TokenBook | WatchedTokens
+
+
+def _version_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def owner_name() -> str:
@@ -147,7 +196,14 @@ def _read_toml(path: Path) -> list[tuple[bytes, Principal]]:
     rows = content.get("token", [])
     if not isinstance(rows, list) or set(content) - {"token"}:
         raise UsageError(f"the token list {path} may hold only [[token]] tables")
-    return [_toml_entry(path, number, row) for number, row in enumerate(rows, 1)]
+    entries = [_toml_entry(path, number, row) for number, row in enumerate(rows, 1)]
+    first = {digest: number for number, (digest, _) in reversed(list(enumerate(entries, 1)))}
+    for number, (digest, _) in enumerate(entries, 1):
+        if first[digest] != number:
+            raise UsageError(
+                f"entry {number} of the token list {path} has the sha256 of entry {first[digest]}: a token is one's own"
+            )
+    return entries
 
 
 def _toml_entry(path: Path, number: int, row: object) -> tuple[bytes, Principal]:

@@ -68,7 +68,7 @@ def serve(
     if target is None:
         raise StoreError("there is no database to read")
     server = RestServer(host, listening.getsockname()[1], listening, local)
-    tokens = principals.read_tokens(settings.state_path)
+    tokens = principals.WatchedTokens(settings.state_path)
 
     def submit(change: Change) -> "Future[ChangeReply]":
         answer: Future[ChangeReply] = turns.submit(  # type: ignore[assignment]

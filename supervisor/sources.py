@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 from rsup.supervisor import munge, places
 from rsup.supervisor.heartbeat_board import process_start_ticks
 from rsup.supervisor.job_name import JobName
-from rsup.supervisor.leading import leading, split_addresses
+from rsup.supervisor.leading import check_address, leading, split_addresses
 from rsup.supervisor.principals import read_token_file
 from rsup.supervisor.query_source import Json, NoAnswer, NobodyRuns, QueryError, Source
 from rsup.supervisor.rest_source import RestSource
 from rsup.supervisor.store_source import StoreSource
 from rsup.supervisor.unix_http import can_connect
-from rsup.supervisor.wire import RsupError, UsageError
+from rsup.supervisor.wire import RsupError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -173,9 +173,7 @@ class Sources:
         if "," in self._url:
             self._url = leading(self._urls)
         if self._url:
-            if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
-                raise UsageError(f"{self._url!r} is no address of a supervisor; write http://host:port")
-            return self._url
+            return check_address(self._url)
         file = self._running()
         if file is None:
             raise NobodyRuns(_nobody_runs(self._state))

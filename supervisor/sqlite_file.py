@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,17 @@ def prepare(path: Path, place: Path, may_migrate: bool, scripts: Path | None = N
 
 def _migrate(path: Path, place: Path, revision: str, scripts: Path | None) -> Migrated:
     backup = place.with_name(f"{place.name}.bak-{revision}")
+    is_another = backup.exists()  # after an earlier upgrade somebody went back
+    if is_another:
+        backup = backup.with_name(f"{backup.name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
     copy_database(path, backup)
     engine = sqlite_writer(path, foreign_keys=False)  # a table that is made anew must not take its rows' children along
     try:
         schema.migrate(engine, scripts)
+    except BaseException:
+        if is_another:  # each further try would leave one
+            backup.unlink(missing_ok=True)
+        raise
     finally:
         engine.dispose()
     return Migrated(revision, backup)

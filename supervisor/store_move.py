@@ -146,6 +146,8 @@ def _target(text: str) -> Target:
     if "://" in text:
         split_target(text)  # refuses what is no URL of ours
         return text
+    if not text:
+        raise UsageError("TO is empty: name a database URL, a state directory or a file")
     path = Path(os.path.abspath(text))
     if not path.exists() and not text.endswith(FILE_SUFFIXES):
         split_target(text + FILE_SUFFIXES[0])  # refuses what is meant as connection parameters

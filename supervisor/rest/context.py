@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine
 from rsup.supervisor.hardware.node_report import NodeReport, NodeReportReply
 from rsup.supervisor.hardware.verbs import VerbRequest
 from rsup.supervisor.identities import Identities
-from rsup.supervisor.principals import Principal, TokenBook
+from rsup.supervisor.principals import Principal, Tokens
 from rsup.supervisor.records import JobKey
 from rsup.supervisor.slurm.drain_status import Counters
 from rsup.supervisor.slurm.drain_words import Answer, Word
@@ -113,7 +113,7 @@ class RestContext:
 
     engine: Engine
     submit: "Callable[[Change], Future[ChangeReply]]"
-    tokens: TokenBook
+    tokens: Tokens
     live: LiveView
     allowed_hosts: tuple[str, ...] = ()
     reply_timeout_s: float = 10.0

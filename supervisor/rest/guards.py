@@ -32,7 +32,9 @@ NO_TOKEN = (
     "no token: send `Authorization: Bearer TOKEN` with the one in the file `token` of the supervisor's state directory, "
     "or a MUNGE credential, or ask over the UNIX socket"
 )
-WRONG_TOKEN = "this token is not known here: use the one in the file `token` of the supervisor's state directory"
+WRONG_TOKEN = (
+    "this token is not known here: use the one in the file `token` of the supervisor's state directory, or one of `tokens.toml`"
+)
 NODE_TOKEN = (
     "{what}: put what `rsup slurm node-token NODE` prints on the supervisor's host into the node's /etc/rsup/token, mode 0600"
 )

@@ -122,13 +122,18 @@ def test_one_that_stands_by_names_the_leader_to_an_agent_that_does_not_know_it()
         leading.end()
 
 
-def test_one_refused_key_is_a_note_and_none_that_fits_an_error() -> None:
+def test_one_refused_key_is_a_note_and_none_that_fits_an_error(tmp_path: Path) -> None:
     wrong, right = Played("tcp://127.0.0.1:0", OTHER_KEY), Played("tcp://127.0.0.1:0", KEY)
+    here = Played(f"ipc://{tmp_path}/s")
     try:
         with agent_of(wrong.address, right.address, key=KEY) as client:
             polled(client, lambda: client.connected)
             assert client.address == right.address
             assert "does not take our key" in client.take_note()
+        with agent_of(wrong.address, here.address) as client:
+            polled(client, lambda: client.connected)
+            assert client.address == here.address
+            assert "asks for a key and we have none, so it cannot take over: name a copy of their key.pub" in client.take_note()
         third = places.link_key(b"a third secret of many characters")
         with (
             agent_of(wrong.address, right.address, key=third) as client,
@@ -136,5 +141,5 @@ def test_one_refused_key_is_a_note_and_none_that_fits_an_error() -> None:
         ):
             polled(client, lambda: False)
     finally:
-        wrong.end()
-        right.end()
+        for played in (wrong, right, here):
+            played.end()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rsup.supervisor import node_tokens
-from rsup.supervisor.principals import Principal, Role, make_token, owner_name, read_tokens
+from rsup.supervisor.principals import Principal, Role, WatchedTokens, make_token, owner_name, read_tokens
 from rsup.supervisor.wire import RsupError
 
 DIGEST = hashlib.sha256(b"anns-token-0123456789").hexdigest()
@@ -40,6 +40,7 @@ def test_a_shared_supervisor_knows_others_by_their_hashes(state: Path) -> None:
         ('[[token]]\nname = "a"', "entry 1"),
         (f'[[token]]\nname = "a"\nrole = "god"\nsha256 = "{DIGEST}"', "viewer, user, operator"),
         ('[[token]]\nname = "a"\nrole = "user"\nsha256 = "12"', "64 hexadecimal"),
+        (f'[[token]]\nname = "a"\nrole = "user"\nsha256 = "{DIGEST}"\n' * 2, "entry 2 of the token list"),
         (f'[[token]]\nname = ""\nrole = "user"\nsha256 = "{DIGEST}"', "needs a name"),
     ],
 )
@@ -48,6 +49,27 @@ def test_a_wrong_token_list_is_named(state: Path, text: str, complaint: str) -> 
     with pytest.raises(RsupError) as caught:
         read_tokens(state)
     assert complaint in str(caught.value) and "tokens.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tokens_are_read_anew_when_their_files_have_changed(state: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    owners, ann = make_token(state), "anns-token-0123456789"
+    watched = WatchedTokens(state, clock=lambda: now_s)
+    listed = f'[[token]]\nname = "ann"\nrole = "user"\nsha256 = "{DIGEST}"\n'
+    for text, knows_ann, complains in (
+        ("", False, False),
+        (listed, True, False),
+        ("[[tok", True, True),
+        ("# none\n", False, False),
+    ):
+        (state / "tokens.toml").write_text(text)
+        now_s += 1.0
+        caplog.clear()
+        for _ in range(2):
+            assert (watched.find(ann) is not None) is knows_ann and watched.find(owners) is not None
+        assert ("tokens stay as they were" in caplog.text) is complains and len(caplog.records) == complains
+    (state / "tokens.toml").write_text(listed)
+    assert watched.find(ann) is None, "looked for once a second"
 
 
 def test_files_that_others_may_touch_are_refused(state: Path) -> None:

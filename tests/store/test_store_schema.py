@@ -166,6 +166,19 @@ def test_a_filled_old_file_is_migrated_after_a_backup(open_store, database: Path
         assert connection.execute(text("PRAGMA foreign_key_check")).all() == []
 
 
+def test_a_second_upgrade_keeps_the_backup_of_the_first(open_store, database: Path, next_release) -> None:
+    filled(database)
+    next_release()
+    first = open_store(database, alone_may_migrate=True)
+    assert first.migrated is not None
+    backup, kept = first.migrated.backup, content(first.migrated.backup)
+    first.close()
+    shutil.copyfile(backup, database)  # somebody goes back
+    second = open_store(database, alone_may_migrate=True)
+    assert second.migrated is not None and second.migrated.backup != backup
+    assert content(backup) == content(second.migrated.backup) == kept
+
+
 def test_a_migration_that_fails_leaves_the_old_store(open_store, sql_target: Path | str, next_release) -> None:
     filled(sql_target)
     before = content(sql_target)
