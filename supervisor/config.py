@@ -232,7 +232,7 @@ def _from_file(path: Path | None, *, required: bool) -> dict[str, Any]:
             raise UsageError(f"there is no settings file {path}") from None
         return {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the settings file {path}: {error}") from None
+        raise UsageError(f"cannot read the settings file {path}: {getattr(error, 'strerror', None) or error}") from None
     names = {setting.name for setting in fields(Settings)}
     for name in content:
         if name not in names:

@@ -48,7 +48,7 @@ from rsup.supervisor.sqlite_file import make_fresh_file
 from rsup.supervisor.store import StoreDamaged, StoreError, StoreFull, StoreTooNew, StoreTooOld
 from rsup.supervisor.store_copy import copy_store
 from rsup.supervisor.store_merge import merge
-from rsup.supervisor.store_move import check_filled, move_store
+from rsup.supervisor.store_move import check_filled, is_same, move_store
 from rsup.supervisor.wire import RsupError, UsageError
 
 Answer = dict[str, Any]
@@ -208,6 +208,8 @@ def _copy_rows(source: Engine, target: Path) -> None:
                 copy_store(read, write, target=str(target))
         finally:
             engine.dispose()
+        with contextlib.closing(sqlite3.connect(arriving)) as whole:
+            whole.execute("PRAGMA journal_mode = DELETE")  # else whoever reads it leaves files beside it
         arriving.replace(target)
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):
@@ -326,7 +328,8 @@ def _check_text(answer: Answer) -> str:
         lives = {True: "runs", False: "is gone, or has given it up", None: "cannot be seen from here"}[holder["lives"]]
         who = f"pid {holder['pid']} on {holder['host']}"
         left = f"  held by nobody now; {who} had it, and runs: it has lost its session, or given it up"
-        lines.append(left if holder["has_left"] else f"  held by {who}, which {lives}")
+        left = f"  held by nobody now; {who} had it, and {lives}" if holder["lives"] is False else left
+        lines.append(left if holder["has_left"] or holder["lives"] is False else f"  held by {who}, which {lives}")
     return "\n".join(lines)
 
 
@@ -394,7 +397,9 @@ def _merge(options: argparse.Namespace, state: Path) -> Answer:
     if "://" not in other:
         other = store_of(Path(other)) if Path(other).is_dir() else Path(other)
     target = _written_target(options, state)
-    if describe(other) == describe(target):
+    if isinstance(other, Path) and not other.exists():
+        raise StoreError(f"there is no store at {other}; check OTHER")
+    if is_same(other, target):
         raise UsageError(f"{describe(other)} is the store itself; name another one")
     check_filled(other, "check OTHER", of_this_release=True)
     if not isinstance(split_target(target), Path):

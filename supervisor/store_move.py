@@ -24,6 +24,7 @@ from rsup.supervisor.database import (
 from rsup.supervisor.database_errors import translated
 from rsup.supervisor.lease import LeaseHolder
 from rsup.supervisor.sql_store import SqlStore
+from rsup.supervisor.store import StoreError
 from rsup.supervisor.store_copy import Copied, copy_store
 from rsup.supervisor.wire import UsageError
 
@@ -46,7 +47,7 @@ def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHol
     `StoreError`, `UsageError`; then all is as it was."""
     source, target = _source(source_text), _target(target_text)
     names = describe(source), describe(target)
-    if names[0] == names[1]:
+    if is_same(source, target):
         raise UsageError(f"{names[0]} and {names[1]} are the same store")
     place = split_target(source)
     if isinstance(place, Path) and not place.exists():
@@ -66,6 +67,35 @@ def move_store(source_text: str, target_text: str, holder: Callable[[], LeaseHol
         held.close()
     folders = _state_dirs(source_text, place, state)
     return Moved(*names, copied, aside, _leave_note(folders, target))
+
+
+def is_same(one: Target, other: Target) -> bool:
+    """Whether both name one database, in whatever spelling; False where that cannot be told. The store's id would not tell:
+    its copies and backups have it too. Raise `UsageError`."""
+    if describe(one) == describe(other):
+        return True
+    first, second = split_target(one), split_target(other)
+    if isinstance(first, Path) and isinstance(second, Path):
+        return first.exists() and second.exists() and first.samefile(second)
+    if isinstance(first, Path) or isinstance(second, Path):
+        return False
+    try:
+        return _server_identity(first) == _server_identity(second)
+    except StoreError:
+        return False
+
+
+def _server_identity(url: URL) -> tuple[object, ...]:
+    """Which run of which server that is, and which of its databases: a clone of a server has started at another time."""
+    engine = reader_engine(url)
+    try:
+        with translated(describe(url)), engine.connect() as connection:
+            return tuple(connection.exec_driver_sql(_IDENTITY).one())
+    finally:
+        engine.dispose()
+
+
+_IDENTITY = "SELECT pg_postmaster_start_time(), oid FROM pg_database WHERE datname = current_database()"
 
 
 def check_filled(target: Target, hint: str, *, of_this_release: bool = False) -> None:
@@ -104,7 +134,7 @@ def _put_aside(target: Target, source: Target, holder: Callable[[], LeaseHolder]
     if not isinstance(target, Path) or target.name != DATABASE_NAME or not target.exists():
         return None
     elsewhere = noted_elsewhere(target.parent)
-    if not elsewhere or split_target(elsewhere) != split_target(source):
+    if not elsewhere or not is_same(elsewhere, source):
         return None
     SqlStore.open(target, holder=holder(), alone_may_migrate=False).close()  # nobody holds it, and all is in the one file
     return target.rename(target.with_name(f"{target.name}.before-copy-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
@@ -116,7 +146,7 @@ def _state_dirs(source_text: str, place: Path | URL, state: Path | None) -> list
     if "://" not in source_text and os.path.isdir(source_text):
         found.append(Path(os.path.abspath(source_text)))
     with contextlib.suppress(UsageError):  # of a directory that is not ours to look into
-        if state is not None and (noted := noted_elsewhere(state)) and split_target(noted) == place:
+        if state is not None and (noted := noted_elsewhere(state)) and is_same(noted, place):
             found.append(state)
     return list(dict.fromkeys(found))
 
@@ -138,6 +168,8 @@ def _leave_note(folders: Sequence[Path], target: Target) -> str:
 def _source(text: str) -> Target:
     if "://" in text:
         return text
+    if not text:
+        raise UsageError("FROM is empty: name a file, a state directory or a database URL")
     return store_of(Path(os.path.abspath(text))) if Path(text).is_dir() else Path(os.path.abspath(text))
 
 

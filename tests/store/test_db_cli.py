@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from sqlalchemy import select
 from store_story import event, holder, job_key, saved, story
 
 from rsup.launcher import cli
-from rsup.supervisor import schema, tables
+from rsup.supervisor import db_cli, schema, tables
 from rsup.supervisor.database import reader_engine, sqlite_writer
 from rsup.supervisor.db_cli import main
+from rsup.supervisor.lease import LeaseRecord
 from rsup.supervisor.records import DeviceSeen, IncidentSaved, JobKey, NodeSeen, Record
 from rsup.supervisor.sql_store import SqlStore
 from rsup.supervisor.sqlite_file import make_fresh_file
@@ -108,6 +110,7 @@ def test_backup_of_a_server_is_a_file(open_store, postgres: str, state: Path, ca
     fill(postgres, ended(job_key("a")), [*story(job_key()), *sightings])
     target = state / "copy.db"
     answer(capsys, "backup", str(target), "--database-url", postgres)
+    assert target.read_bytes()[18:20] == b"\x01\x01", "no write-ahead log, whose files a reader would leave beside it"
     assert events_of(target) == {"a.1": 3, "t1.1": 3}
     store = open_store(target)
     assert store.live_jobs() == [(job_key(), b"\x00\xffstate")]
@@ -125,6 +128,15 @@ def test_check_of_a_sound_store(open_store, sql_target: Path | str, state: Path,
     open_store(sql_target)
     found = answer(capsys, "check", "--database-url", url)
     assert found["holder"]["lives"] is True  # type: ignore[index]
+
+
+def test_check_names_no_holder_that_is_gone(state: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    fill(state / "rsup.db", ended(job_key()))
+    gone = LeaseRecord(**{**asdict(holder()), "pid": 7, "start_ticks": 1, "term": 1})
+    monkeypatch.setattr(db_cli, "read_record", lambda path: gone)
+    monkeypatch.setattr(LeaseRecord, "process_lives", lambda *of: False)
+    main(["check"])
+    assert "held by nobody now; pid 7 on " in capsys.readouterr().out
 
 
 def test_check_finds_damage(state: Path, capsys) -> None:
@@ -244,6 +256,32 @@ def test_a_store_is_not_merged_with_itself(state: Path) -> None:
     fill(state / "rsup.db", ended(job_key()))
     with pytest.raises(UsageError, match="is the store itself"):
         main(["merge", str(state)])
+
+
+def test_an_empty_name_is_no_store(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(state / "rsup.db", ended(job_key()))
+    (state / "here").mkdir()
+    monkeypatch.chdir(state / "here")  # what an empty text would mean
+    for words, name in (
+        (["copy", str(state), ""], "TO"),
+        (["copy", "", str(state / "new.db")], "FROM"),
+        (["merge", ""], "OTHER"),
+    ):
+        with pytest.raises(UsageError, match=f"^{name} is empty"):
+            main(words)
+    assert list((state / "here").iterdir()) == [] and not (state / "new.db").exists()
+
+
+def test_a_merge_from_nothing_names_what_was_meant(state: Path, tmp_path: Path) -> None:
+    fill(state / "rsup.db", ended(job_key()))
+    with pytest.raises(StoreError, match=r"there is no store at .*/nosuch\.db; check OTHER"):
+        main(["merge", str(tmp_path / "nosuch.db")])
+
+
+def test_a_settings_file_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        main(["check", "--config", str(tmp_path)])
+    assert str(caught.value) == f"cannot read the settings file {tmp_path}: Is a directory"
 
 
 def test_a_merge_from_garbage_is_refused(state: Path, tmp_path: Path) -> None:

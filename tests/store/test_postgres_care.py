@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from postgres_server import PostgresServer
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, make_url, select, text
 from store_story import event, holder, job_key, saved, story
 
 from rsup.supervisor import db_cli, postgres_dump, schema, tables
@@ -112,6 +112,34 @@ def test_a_store_moves_to_a_server_and_back_unchanged(
     ):
         with pytest.raises((StoreError, UsageError), match=why):
             main(["copy", str(source), str(target)])
+
+
+def spelled_otherwise(url: str) -> str:
+    return str(make_url(url).update_query_dict({"application_name": "other"}))
+
+
+def test_a_database_is_known_in_another_spelling(
+    postgres: str, postgres_server: PostgresServer, state: Path, tmp_path: Path
+) -> None:
+    fill(state / "rsup.db")
+    left = content(state / "rsup.db")
+    assert main(["copy", str(state), postgres]) == 0
+    other = spelled_otherwise(postgres)
+    with pytest.raises(UsageError, match="are the same store"):
+        main(["copy", str(state), other])
+    with pytest.raises(UsageError, match="is the store itself"):
+        main(["merge", other, "--database-url", postgres])
+
+    copy = postgres_server.new_database()  # has the store's id too, and is another
+    assert main(["copy", other, copy]) == 0 and find_database(state) == copy
+    assert main(["merge", postgres, "--database-url", copy]) == 0
+    assert main(["copy", spelled_otherwise(copy), str(state)]) == 0, "back, where the note has the other spelling"
+    (aside,) = state.glob("rsup.db.before-copy-*")
+    assert content(aside) == left and find_database(state) == state / "rsup.db"
+
+    (tmp_path / "link.db").symlink_to(state / "rsup.db")
+    with pytest.raises(UsageError, match="is the store itself"):
+        main(["merge", str(tmp_path / "link.db")])
 
 
 @pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
