@@ -43,8 +43,8 @@ class NodeLink:
     def __init__(self, address: str, token: str, ca_file: str = "") -> None:
         """Raise `NodeProblem` for what is no address."""
         self.address = address.rstrip("/")
-        parts = urlsplit(self.address)
         try:
+            parts = urlsplit(self.address)
             port = parts.port or DEFAULT_PORTS[parts.scheme]
         except (ValueError, KeyError):
             raise NodeProblem(f"{address!r} is no address of a supervisor; write http://HOST:PORT") from None

@@ -70,7 +70,6 @@ def status_of(
     """Everything in one screen. `failing`: steps that SLURM does not do; `no_snapshot`: why gates get none; `is_expected`:
     somebody wants SLURM to answer."""
     admission = plan.admission
-    told = None if snapshot is None else told_refused(snapshot.content)
     nodes = view.nodes or {}
     drained = {name: seen for name, seen in nodes.items() if seen.is_drained}
     ours = {n: seen for n, seen in drained.items() if seen.is_ours and not (n in logs and logs[n].taken_over)}
@@ -101,18 +100,7 @@ def status_of(
             for one in sorted(failing, key=lambda one: (one.error, one.kind, one.node))
         ],
         "proposals": [_step(step) for step in plan.proposals],
-        "refused": [
-            {
-                "node": name,
-                "id": f"Q-{number}",
-                "since": iso(logs[name].admitted_us),
-                "drained": bool(logs[name].drained),
-                "reserved": logs[name].reserved,
-                "gates_refuse": told is not None and name in told,
-            }
-            for name, number in sorted(plan.refused.items())
-            if name in logs
-        ],
+        "refused": _refused(plan, logs, snapshot),
         "drained": {
             "ours": [{"node": name, "reason": seen.reason} for name, seen in sorted(ours.items())],
             "others": [{"node": n, "reason": seen.reason, "by": seen.reason_by} for n, seen in sorted(theirs.items())],
@@ -128,6 +116,22 @@ def status_of(
         "no_snapshot": no_snapshot,
         "snapshot": None if snapshot is None else {"serial": snapshot.serial, "made": iso(snapshot.made_us)},
     }
+
+
+def _refused(plan: Plan, logs: Mapping[str, NodeLog], snapshot: Snapshot | None) -> list[Json]:
+    told = () if snapshot is None else told_refused(snapshot.content)
+    return [
+        {
+            "node": name,
+            "id": f"Q-{number}",
+            "since": iso(logs[name].admitted_us),
+            "drained": bool(logs[name].drained),
+            "reserved": logs[name].reserved,
+            "gates_refuse": name in told,
+        }
+        for name, number in sorted(plan.refused.items())
+        if name in logs
+    ]
 
 
 def _is_ours(logs: Mapping[str, NodeLog], name: str) -> bool:

@@ -354,6 +354,7 @@ def test_install_writes_nothing_where_the_gate_would_not_work(tmp_path: Path, mo
         ("--python", "/nope/python", "No such file"),
         ("--python", broken, "cannot load rsup: ModuleNotFoundError"),
         ("--supervisor", "notaurl", "is no address"),
+        ("--supervisor", "http://[::1", "is no address"),
         ("--public-key", "/nope", "cannot read --public-key /nope: No such file"),
         ("--public-key", str(tmp_path / "junk"), "not the public key of the supervisor"),
         ("--public-key", str(tmp_path / "signing-key"), "private signing key, which no node may have"),
